@@ -1,0 +1,28 @@
+"""onepass tunes learning rate, momentum, weight decay and more while a model trains: one run, no restarts."""
+
+from onepass import curvature, hypergradient, optim, rules
+from onepass.guard import Guard
+from onepass.history import History, Schedule, TunerStep
+from onepass.hyperparameters import Hyperparameter
+from onepass.optim import per_element, per_tensor
+from onepass.rules import Rule, register
+from onepass.tuner import Tuner
+from onepass.version import __version__
+
+__all__ = [
+    "Guard",
+    "History",
+    "Hyperparameter",
+    "Rule",
+    "Schedule",
+    "Tuner",
+    "TunerStep",
+    "__version__",
+    "curvature",
+    "hypergradient",
+    "optim",
+    "per_element",
+    "per_tensor",
+    "register",
+    "rules",
+]

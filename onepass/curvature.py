@@ -1,0 +1,187 @@
+"""Ways to multiply by the Hessian of the training loss, in one table.
+
+Each entry of ``CURVATURES`` takes the training loss as a function of the weights, the weights, and the hyperparameters
+inside the loss (often none), and returns ``Products``. Costs are in gradients of the loss.
+
+| name | how | one product |
+| --- | --- | --- |
+| exact | double backward over a kept graph | about 2 |
+| forward | forward-mode over reverse | about 2 |
+| gauss-newton | Jacobian products around the loss's own Hessian; never negative curvature | about 1.3 |
+| finite-difference | difference of two gradients; any kernel, first derivatives only | 1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Tensors = Sequence[Tensor]
+
+
+class Loss(Protocol):
+    """The training loss of one batch as a function of the weights."""
+
+    def __call__(self, weights: Tensors, /) -> Tensor: ...
+
+
+class LossApart(Loss, Protocol):
+    """A loss that can also be cut between the model and what is made of its outputs."""
+
+    def apart(self, weights: Tensors, /) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """The model's outputs, leaves that stand in for them, and the loss as a function of those leaves."""
+
+
+class Products(NamedTuple):
+    """What a curvature knows of the loss at some weights.
+
+    ``gradient`` by the weights; ``hessian(v)``: H v; ``mixed(v)``: v times the derivative of the gradient by each
+    hyperparameter inside the loss.
+    """
+
+    gradient: list[Tensor]
+    hessian: Callable[[Tensors], list[Tensor]]
+    mixed: Callable[[Tensors], list[Tensor]]
+
+
+class NoSecondDerivative(RuntimeError):
+    """A kernel in the model can be differentiated only once."""
+
+
+def exact(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
+    """Double backward. Agrees with the analytic Hessian to rounding."""
+    gradient = _grad(loss(weights), weights, create_graph=True)
+
+    def product(v: Tensors, wanted: Tensors) -> list[Tensor]:
+        try:
+            return _grad(gradient, wanted, v, retain_graph=True)
+        except RuntimeError as error:
+            if _is_first_order_kernel(error):
+                raise NoSecondDerivative(str(error).splitlines()[0]) from error
+            raise
+
+    return Products([g.detach() for g in gradient], lambda v: product(v, weights), lambda v: product(v, extra))
+
+
+def forward(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
+    """Forward-mode over reverse: the gradient of a loss whose weights carry the direction as a tangent."""
+
+    def along(v: Tensors) -> list[Tensor]:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(w, d.contiguous()) for w, d in zip(weights, v, strict=True)]
+            wanted = [*duals, *extra]
+            found = torch.autograd.grad(loss(duals), wanted, allow_unused=True)
+            tangents = [None if f is None else forward_ad.unpack_dual(f).tangent for f in found]
+        return _filled(tangents, [*weights, *extra])
+
+    n = len(weights)
+    return Products(_grad(loss(weights), weights), lambda v: along(v)[:n], lambda v: along(v)[n:])
+
+
+def gauss_newton(loss: LossApart, weights: Tensors, extra: Tensors = ()) -> Products:
+    """``J' (d²L/dz²) J v`` with ``J`` the Jacobian of the model's outputs ``z``.
+
+    Positive semi-definite where the loss is convex in the outputs. ``J v`` is a derivative of ``J' r`` by the dummy
+    ``r``, which needs no forward-mode kernels.
+    """
+    outputs, cuts, value = loss.apart(weights)
+    slopes = _grad(value, cuts, create_graph=True)
+    dummies = [torch.zeros_like(z, requires_grad=True) for z in outputs]
+    pulled = _grad(outputs, weights, dummies, create_graph=True)
+
+    def inner(v: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        moved = _grad(pulled, dummies, v, retain_graph=True)
+        curved = _grad(slopes, [*cuts, *extra], moved, retain_graph=True)
+        return curved[: len(cuts)], curved[len(cuts) :]
+
+    def hessian(v: Tensors) -> list[Tensor]:
+        return _grad(outputs, weights, inner(v)[0], retain_graph=True)
+
+    def mixed(v: Tensors) -> list[Tensor]:
+        curved, direct = inner(v)
+        through_outputs = _grad(outputs, extra, curved, retain_graph=True)
+        return [a + b for a, b in zip(direct, through_outputs, strict=True)]
+
+    gradient = _grad(outputs, weights, [s.detach() for s in slopes], retain_graph=True)
+    return Products(gradient, hessian, mixed)
+
+
+def finite_difference(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
+    """Difference of the gradients at ``w + εv`` and ``w``.
+
+    Exact to about 4 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate).
+    """
+    wanted = [*weights, *extra]
+    here = _grad(loss(weights), wanted)
+    size = norm(weights)
+    precision = torch.finfo(weights[0].dtype).eps ** 0.5
+
+    def along(v: Tensors) -> list[Tensor]:
+        length = norm(v)
+        if not length > 0:  # also catches NaN, whose derivative is of no use to anyone
+            return [x * 0 for x in here]
+        epsilon = precision * (1 + size) / length
+        moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
+        there = _grad(loss(moved), [*moved, *extra])
+        return [(b - a) / epsilon for a, b in zip(here, there, strict=True)]
+
+    n = len(weights)
+    return Products(here[:n], lambda v: along(v)[:n], lambda v: along(v)[n:])
+
+
+CURVATURES: dict[str, Callable[..., Products]] = {
+    "exact": exact,
+    "forward": forward,
+    "gauss-newton": gauss_newton,
+    "finite-difference": finite_difference,
+}
+
+# These need only what training itself needs of a kernel; the others must avoid kernels without second derivative.
+FIRST_ORDER = frozenset({"finite-difference"})
+
+
+def _grad(
+    outputs: Tensor | Tensors,
+    inputs: Tensors,
+    cotangents: Tensors | None = None,
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> list[Tensor]:
+    """``torch.autograd.grad`` with zeros where nothing flows."""
+    sequence = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    given = [None] * len(sequence) if cotangents is None else list(cotangents)
+    pairs = [(o, c) for o, c in zip(sequence, given, strict=True) if o.requires_grad]
+    if not pairs or not inputs:
+        return [torch.zeros_like(x) for x in inputs]
+    live, directions = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        live,
+        list(inputs),
+        None if cotangents is None else directions,
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    return _filled(found, inputs)
+
+
+def _filled(found: Sequence[Tensor | None], like: Tensors) -> list[Tensor]:
+    return [torch.zeros_like(x) if f is None else f for f, x in zip(found, like, strict=True)]
+
+
+def norm(tensors: Tensors) -> float:
+    """The Euclidean norm of all of them together."""
+    exact_enough = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=exact_enough) for t in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _is_first_order_kernel(error: RuntimeError) -> bool:
+    text = str(error)
+    signs = ("is not implemented", "not support double backward", "once_differentiable", "differentiate twice")
+    return isinstance(error, NotImplementedError) or any(sign in text for sign in signs)

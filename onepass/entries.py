@@ -1,0 +1,181 @@
+"""Which entries of an optimizer's param groups are tuned, and how an LR scheduler shares ``lr`` with the tuner.
+
+A scheduler multiplies, the tuner owns the base value: ``group["lr"] = base * factor``. The tuner moves ``base``;
+whatever anybody else writes into ``group["lr"]`` moves ``factor``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from onepass.hyperparameters import TRANSFORMS, Hyperparameter, in_domain
+from onepass.rules import Rule
+from onepass.snapshot import Group, named_values, write_value
+
+Entries = dict[str, list["Entry | None"]]
+
+
+class Entry:
+    """One hyperparameter in one param group; tied entries share their ``Hyperparameter``."""
+
+    def __init__(self, group: Group, index: int, name: str, hyperparameter: Hyperparameter, start: Any) -> None:
+        self.index, self.name, self.hyperparameter = index, name, hyperparameter
+        self.start = start
+        self.factor = 1.0
+        self._written: Any = start
+        self.observe(group)
+
+    def observe(self, group: Group) -> None:
+        """Notice what others wrote since: for ``lr`` a factor, for anything else a new value."""
+        now = named_values(group)[self.name]
+        if (isinstance(now, Tensor) and now.dim() > 0) or now == self._written:
+            return
+        if self.name == "lr":
+            self.factor = float(now) / float(self.hyperparameter.value)
+        elif in_domain(float(now), self.hyperparameter.transform):
+            self.hyperparameter.set(float(now))
+        self._written = float(now)
+
+    def effective(self) -> Tensor:
+        """What the optimizer is to use: the tuned value times the scheduler's factor."""
+        return self.hyperparameter.value if self.factor == 1.0 else self.hyperparameter.value * self.factor
+
+    def write(self, group: Group) -> None:
+        write_value(group, self.name, self.effective())
+        now = named_values(group)[self.name]
+        self._written = now if isinstance(now, Tensor) and now.dim() > 0 else float(now)
+
+
+def collect(
+    groups: Sequence[Group],
+    rule: Rule,
+    tune: Sequence[str] | None,
+    tied: Sequence[str],
+    bounds: Mapping[str, tuple[float, float]],
+) -> Entries:
+    """The tuned entries: name -> one a group, ``None`` where a group's start cannot be tuned (``weight_decay=0``).
+
+    With ``tune=None``, every entry whose start lies inside the domain of its raw space.
+    """
+    _check_names(rule, tune, tied, bounds)
+    entries: Entries = {}
+    for name in _expanded(tune) if tune is not None else rule.tunable:
+        starts = [_start(group, name) for group in groups]
+        usable = [start is not None and in_domain(start, rule.tunable[name]) for start in starts]
+        if any(usable):
+            entries[name] = _entries(groups, name, starts, usable, rule.tunable[name], bounds.get(name), name in tied)
+        elif tune is not None:
+            cure = TRANSFORMS[rule.tunable[name]].cure
+            raise ValueError(f"{name} cannot be tuned from {starts[0]} in {rule.tunable[name]} space; {cure}")
+    return entries
+
+
+def _entries(
+    groups: Sequence[Group],
+    name: str,
+    starts: Sequence[Any],
+    usable: Sequence[bool],
+    transform: str,
+    bounds: tuple[float, float] | None,
+    tied: bool,
+) -> list[Entry | None]:
+    different = {float(start) for start, ok in zip(starts, usable, strict=True) if ok and tied}
+    if len(different) > 1:
+        raise ValueError(f"tied {name} must start from one value in all groups, but got {sorted(different)}")
+    found: list[Entry | None] = []
+    shared: Hyperparameter | None = None
+    for index, (group, start, ok) in enumerate(zip(groups, starts, usable, strict=True)):
+        if not ok:
+            found.append(None)
+            continue
+        exact = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.float64)
+        own = shared or Hyperparameter(exact, transform, bounds, name=name)
+        shared = own if tied else None
+        found.append(Entry(group, index, name, own, start))
+    return found
+
+
+def follow_schedulers(optimizer: torch.optim.Optimizer, entries: Sequence[Entry | None]) -> None:
+    """Show every LR scheduler of this optimizer the learning rate it would see without a tuner.
+
+    Some schedulers multiply what they find in ``group["lr"]``, others (``LambdaLR``, ``OneCycleLR``) overwrite it with
+    a function of where they began. Behind this view both only ever move the factor. A scheduler knows its optimizer
+    but not the reverse, hence the search among live objects: made once, and only where a scheduler has left its mark.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched") and not hasattr(optimizer.step, "_with_counter"):
+        return
+    view = _SchedulersView(optimizer, {entry.index: entry for entry in entries if entry is not None})
+    for thing in gc.get_objects():
+        if issubclass(type(thing), LRScheduler) and thing.__dict__.get("optimizer") is optimizer:
+            thing.optimizer = view
+
+
+class _SchedulersView:
+    def __init__(self, optimizer: torch.optim.Optimizer, entries: Mapping[int, Entry]) -> None:
+        self._optimizer, self._entries = optimizer, entries
+
+    @property
+    def param_groups(self) -> list[Any]:
+        groups = self._optimizer.param_groups
+        return [_GroupView(g, self._entries[i]) if i in self._entries else g for i, g in enumerate(groups)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class _GroupView(MutableMapping[str, Any]):
+    """A param group whose ``lr`` is the scheduler's own: the start times the factor."""
+
+    def __init__(self, group: Group, entry: Entry) -> None:
+        self._group, self._entry = group, entry
+        entry.observe(group)
+
+    def __getitem__(self, key: str) -> Any:
+        return float(self._entry.start) * self._entry.factor if key == "lr" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != "lr":
+            self._group[key] = value
+            return
+        self._entry.factor = float(value) / float(self._entry.start)
+        self._entry.write(self._group)
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def _start(group: Group, name: str) -> Any:
+    """Where a value begins. A scheduler has already been at ``lr``, and keeps its start in ``initial_lr``."""
+    if name == "lr" and "initial_lr" in group:
+        return group["initial_lr"]
+    return named_values(group).get(name)
+
+
+def _expanded(tune: Sequence[str]) -> list[str]:
+    return [name for given in tune for name in (("beta1", "beta2") if given == "betas" else (given,))]
+
+
+def _check_names(
+    rule: Rule, tune: Sequence[str] | None, tied: Sequence[str], bounds: Mapping[str, tuple[float, float]]
+) -> None:
+    if isinstance(tune, str) or isinstance(tied, str):
+        raise ValueError(
+            f"tune and tied must be tuples of names, but got the string {tune if isinstance(tune, str) else tied!r}"
+        )
+    known = sorted(rule.tunable)
+    for argument, names in (("tune", _expanded(tune or ())), ("tied", tied), ("bounds", bounds)):
+        for name in names:
+            if name not in rule.tunable:
+                raise ValueError(f"names in {argument} must be among {known}, but got {name!r}")

@@ -1,0 +1,175 @@
+"""The user's losses as pure functions: extra evaluations of a model in training that leave no trace in it.
+
+Weights are lent to the model by ``torch.func.functional_call``, buffers (batch norm statistics) as copies that are
+thrown away, and every evaluation starts from the same random state, so that dropout draws the same masks each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree
+
+LossFunction = Callable[[Any, Any], Tensor]
+_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class Evaluation:
+    """Evaluates ``loss`` and ``valid_loss`` of a model without changing it. Use inside ``undisturbed()``."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, valid_loss: LossFunction | None) -> None:
+        # A compiled model has no second derivative, and would compile again for the copies: use what it was made from.
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self._loss = _Wrapped(self.model, loss, "loss")
+        self._valid_loss = _Wrapped(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
+        self._random: list[Callable[[], None]] = []
+
+    def names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for p in parameters:
+            if p not in names:
+                raise ValueError(
+                    f"optimizer must hold parameters of model, but got one of shape {tuple(p.shape)} from elsewhere"
+                )
+        return [names[p] for p in parameters]
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Puts the random state and the modules' modes back at the end, whatever happens in between."""
+        cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            state, cuda_states = torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in cuda]
+            self._random = [lambda: torch.set_rng_state(state)]
+            self._random += [lambda d=d, s=s: torch.cuda.set_rng_state(s, d) for d, s in cuda_states]  # type: ignore[misc]
+            try:
+                yield
+            finally:
+                self._random = []
+
+    def training(self, batch: Any, names: Sequence[str], *, twice: bool) -> TrainingLoss:
+        """The training loss of a batch as a function of the named weights; ``twice``: with second derivatives."""
+        return TrainingLoss(self, batch, names, twice)
+
+    def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The validation loss at the current weights, and its gradient by ``wanted``."""
+        with _validation_mode(self.model):
+            value = self._call(self._valid_loss, {}, batch)
+            if not value.requires_grad:
+                raise ValueError(
+                    f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient"
+                )
+            return value.detach(), torch.autograd.grad(value, list(wanted), allow_unused=True)
+
+    def valid_loss(self, batch: Any) -> Tensor:
+        """The validation loss at the current weights, alone."""
+        with torch.no_grad(), _validation_mode(self.model):
+            return self._call(self._valid_loss, {}, batch)
+
+    def _call(self, loss: _Wrapped, weights: dict[str, Tensor], batch: Any) -> Tensor:
+        for reset in self._random:
+            reset()
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        lent = {f"model.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
+        value: Tensor = functional_call(loss, lent, (batch,)) if lent else loss(batch)
+        return value
+
+
+class TrainingLoss:
+    """The training loss of one batch as a function of the weights (``curvature.LossApart``)."""
+
+    def __init__(self, evaluation: Evaluation, batch: Any, names: Sequence[str], twice: bool) -> None:
+        self._evaluation, self._batch, self._names, self._twice = evaluation, batch, names, twice
+
+    def __call__(self, weights: Sequence[Tensor]) -> Tensor:
+        with ExitStack() as stack:
+            if self._twice:
+                stack.enter_context(_twice_differentiable_kernels(self._evaluation.model))
+            lent = dict(zip(self._names, weights, strict=True))
+            return self._evaluation._call(self._evaluation._loss, lent, self._batch)
+
+    def apart(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        outputs: list[Tensor] = []
+        leaves: list[Tensor] = []
+
+        def cut(module: nn.Module, args: Any, output: Any) -> Any:
+            if outputs:
+                raise ValueError(
+                    "curvature='gauss-newton' needs a loss that calls the model once, but it was called again"
+                )
+            flat, structure = _pytree.tree_flatten(output)
+            for i, tensor in enumerate(flat):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    outputs.append(tensor)
+                    leaves.append(tensor.detach().requires_grad_())
+                    flat[i] = leaves[-1]
+            return _pytree.tree_unflatten(flat, structure)
+
+        handle = self._evaluation.model.register_forward_hook(cut)
+        try:
+            value = self(weights)
+        finally:
+            handle.remove()
+        if not outputs:
+            raise ValueError("curvature='gauss-newton' needs a loss that calls model(...), but it was never called")
+        return outputs, leaves, value
+
+
+class _Wrapped(nn.Module):
+    """``loss(model, batch)`` as a module, so that ``functional_call`` can lend weights to the model inside."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, name: str) -> None:
+        super().__init__()
+        self.model, self.loss, self.name = model, loss, name
+
+    def forward(self, batch: Any) -> Tensor:
+        value = self.loss(self.model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{self.name}(model, batch) must return a scalar tensor, but got {got}")
+        return value.reshape(())
+
+
+@contextmanager
+def _validation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off, batch norm as it was.
+
+    With running statistics the loss would seem to depend on the scale of weights that batch norm makes irrelevant, and
+    weight decay would be tuned by that illusion. RNNs keep their mode, since cuDNN cannot go backwards in the other.
+    """
+    modes = [(module, module.training) for module in model.modules() if module.training]
+    rnns = [(module, module.dropout) for module, _ in modes if isinstance(module, nn.RNNBase)]
+    try:
+        for module, _ in modes:
+            module.training = isinstance(module, (*_BATCH_STATISTICS, nn.RNNBase))
+        for module, _ in rnns:
+            module.dropout = 0.0
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, dropout in rnns:
+            module.dropout = dropout
+
+
+@contextmanager
+def _twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
+    """Swaps the fused kernels that have no second derivative for plain ones: attention, and cuDNN's recurrent nets."""
+    cudnn = torch.backends.cudnn
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if cudnn.enabled and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(
+                cudnn.flags(
+                    enabled=False,
+                    benchmark=cudnn.benchmark,
+                    deterministic=cudnn.deterministic,
+                    allow_tf32=cudnn.allow_tf32,
+                )
+            )
+        yield

@@ -1,0 +1,89 @@
+"""Notices a run that diverges, so that it can go back to its last healthy point.
+
+Everything here is elementwise: a tuner guards one run with scalars, a population guards each of its replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Health(NamedTuple):
+    """What the guard remembers of the validation loss: the first, the lowest (slowly forgotten), and a running mean.
+
+    The mean is infinite while the run is on probation, after its start and after each return: then every single loss
+    counts, and is looked at more often.
+    """
+
+    first: Tensor
+    best: Tensor
+    smooth: Tensor
+
+
+class Verdict(NamedTuple):
+    """``sick``: go back. ``safe``: a point worth going back to. In between, wait and see."""
+
+    sick: Tensor
+    safe: Tensor
+
+
+@dataclass(frozen=True)
+class Guard:
+    """When a run counts as diverged, and how far its learning rate goes down then.
+
+    A run is sick when its validation loss is not finite, or the smoothed one exceeds ``ratio * best + slack * first``.
+
+    Attributes:
+        ratio: how far above the best loss so far is still normal.
+        slack: the same, as a share of the loss at the start; it matters once ``best`` is near zero.
+        relax: how fast ``best`` is forgotten, a hyper step. A slow rise (overfitting) must not look like divergence.
+        smoothing: weight of the past in the running mean, which hides the noise of mini-batches.
+        backoff: decades that the learning rate goes down when the run goes back.
+    """
+
+    ratio: float = 2.0
+    slack: float = 0.05
+    relax: float = 0.02
+    smoothing: float = 0.9
+    backoff: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("ratio", 1, 1e6), ("slack", 0, 1e6), ("relax", 0, 1), ("smoothing", 0, 0.999)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must lie in [{low}, {high}], but got {value}")
+        if not self.backoff > 0:
+            raise ValueError(f"backoff must be above 0, but got {self.backoff}")
+
+    def start(self, loss: Tensor) -> Health:
+        """Health of a run that has not begun. A start that is not finite sets no standard."""
+        first = torch.where(torch.isfinite(loss), loss, torch.inf)
+        return Health(first, first, torch.full_like(first, torch.inf))
+
+    def judge(self, health: Health, loss: Tensor) -> tuple[Health, Verdict]:
+        """The health after one more loss, and what to make of it."""
+        probation = on_probation(health)
+        smooth = torch.where(probation, loss, self.smoothing * health.smooth + (1 - self.smoothing) * loss)
+        # Size, not sign: losses such as a negative log-likelihood may pass through zero.
+        best = health.best + self.relax * health.best.abs()
+        limit = best + (self.ratio - 1) * best.abs() + self.slack * health.first.abs()
+        sick = ~torch.isfinite(loss) | (smooth > limit)
+        first = torch.where(torch.isfinite(health.first) | sick, health.first, loss)
+        after = Health(first, torch.where(sick, health.best, torch.minimum(best, smooth)), smooth)
+        return after._replace(smooth=torch.where(sick, torch.inf, smooth)), Verdict(sick, ~sick & (loss <= limit))
+
+
+def on_probation(health: Health) -> Tensor:
+    return torch.isinf(health.smooth)
+
+
+def probation_step(step: int) -> bool:
+    """Whether a run on probation is looked at after this many steps since the last hyper step: 1, 2, 4, 8, ...
+
+    A learning rate far too high can ruin a network in one step (dead units), at a loss that later looks harmless.
+    """
+    return step > 0 and step & (step - 1) == 0

@@ -1,0 +1,189 @@
+"""What was tuned, when, and why: the record of a run, to look at, to export and to replay."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.snapshot import write_value
+
+Values = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class TunerStep:
+    """One hyper step.
+
+    Attributes:
+        step: weight steps taken so far.
+        values: name -> one value a param group, natural units, after this hyper step.
+        hypergradients: name -> one derivative a param group, in raw space; NaN where none was taken.
+        valid_loss: validation loss after the last weight step.
+        guard: what the guard did, or ``None``.
+        skipped: why the hyperparameters were left alone, or ``None``.
+    """
+
+    step: int
+    values: Values
+    hypergradients: Values
+    valid_loss: float
+    guard: str | None = None
+    skipped: str | None = None
+
+
+@dataclass
+class History:
+    """The records of all hyper steps, oldest first, preceded by the values that the run began with.
+
+    A value with one entry per weight is kept as its ``{"min", "median", "max"}``: a history must not outgrow the model.
+    """
+
+    start: Values
+    records: list[TunerStep] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = _thin(self.start)
+
+    def append(self, record: TunerStep) -> None:
+        thin = {"values": _thin(record.values), "hypergradients": _thin(record.hypergradients)}
+        self.records.append(TunerStep(**{**record.__dict__, **thin}))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[TunerStep]:
+        return iter(self.records)
+
+    def __getitem__(self, index: int) -> TunerStep:
+        return self.records[index]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, ready for ``json.dumps``."""
+        return {"start": self.start, "records": [asdict(record) for record in self.records]}
+
+    def to_csv(self, path: str | Path) -> None:
+        """One row a hyper step, one column a value and group: ``lr[0]``, ``hypergradient of lr[0]``."""
+        with open(path, "w", newline="") as file:
+            names = list(self._columns("values", self.start))
+            writer = csv.writer(file)
+            gradient_names = [f"hypergradient of {name}" for name in names]
+            writer.writerow(["step", "valid_loss", *names, *gradient_names, "guard", "skipped"])
+            writer.writerow([0, "", *self._columns("values", self.start).values(), *("" for _ in names), "", ""])
+            for r in self.records:
+                values, slopes = self._columns("values", r.values), self._columns("values", r.hypergradients)
+                notes = [r.guard or "", r.skipped or ""]
+                writer.writerow([r.step, r.valid_loss, *values.values(), *(slopes[n] for n in names), *notes])
+
+    def schedule(self) -> Schedule:
+        """The found values as a schedule that anyone can replay, with no tuner and no validation set."""
+        for name, entries in self.start.items():
+            if any(isinstance(entry, dict) for entry in entries):
+                raise ValueError(f"only one value a group can be replayed, but {name!r} has one per element")
+        steps = [0, *(record.step for record in self.records)]
+        return Schedule(steps, [self.start, *(record.values for record in self.records)])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw every tuned value and the validation loss over time (needs matplotlib)."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("history.plot needs matplotlib: pip install matplotlib") from error
+        curves = self.curves()
+        figure = Figure(figsize=(7, 1.8 * len(curves)), layout="constrained")
+        panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, (name, lines) in zip(panels, curves.items(), strict=True):
+            for label, (steps, values) in lines.items():
+                panel.plot(steps, values, label=label)
+            if all(value > 0 for _, values in lines.values() for value in values):
+                panel.set_yscale("log")
+            panel.set_ylabel(name)
+            panel.grid(alpha=0.3)
+            if 1 < len(lines) <= 8:
+                panel.legend(fontsize="small")
+        for record in self.records:
+            if record.guard:
+                panels[0].axvline(record.step, color="tab:red", linestyle=":")
+        panels[-1].set_xlabel(
+            "weight steps (dotted red: the guard went back)" if any(r.guard for r in self) else "weight steps"
+        )
+        figure.savefig(path, dpi=150)
+
+    def curves(self) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+        """What ``plot`` draws: panel -> line -> (steps, values)."""
+        finite = [r for r in self.records if r.valid_loss == r.valid_loss]
+        panels = {"validation loss": {"": ([r.step for r in finite], [r.valid_loss for r in finite])}}
+        steps = [0, *(record.step for record in self.records)]
+        every = [self.start, *(record.values for record in self.records)]
+        for name, entries in self.start.items():
+            lines = {}
+            for g in range(len(entries)):
+                values = [_middle(v[name][g]) for v in every]
+                lines[f"group {g}" if len(entries) > 1 else ""] = (steps, values)
+            panels[name] = lines
+        return panels
+
+    def _columns(self, kind: str, values: Values) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, entries in values.items():
+            for g, entry in enumerate(entries):
+                flat |= (
+                    {f"{name}[{g}].{k}": v for k, v in entry.items()}
+                    if isinstance(entry, dict)
+                    else {f"{name}[{g}]": entry}
+                )
+        return flat
+
+
+@dataclass
+class Schedule:
+    """Values found by a tuner, replayed: ``attach`` it, then call ``step()`` after every ``optimizer.step()``."""
+
+    steps: list[int]
+    values: list[Values]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        groups = len(next(iter(self.values[0].values()), []))
+        if len(optimizer.param_groups) != groups:
+            raise ValueError(f"optimizer must have {groups} param groups, but got {len(optimizer.param_groups)}")
+        self._optimizer, self._taken, self._next = optimizer, 0, 0
+        self._apply()
+        return self
+
+    def step(self) -> None:
+        self._taken += 1
+        self._apply()
+
+    def to_json(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Schedule:
+        return cls(**json.loads(Path(path).read_text()))
+
+    def _apply(self) -> None:
+        while self._next < len(self.steps) and self.steps[self._next] <= self._taken:
+            for name, entries in self.values[self._next].items():
+                for group, entry in zip(self._optimizer.param_groups, entries, strict=True):
+                    write_value(group, name, torch.tensor(entry, dtype=torch.float64))
+            self._next += 1
+
+
+def _thin(values: Values) -> Values:
+    return {name: [_summary(entry) for entry in entries] for name, entries in values.items()}
+
+
+def _summary(entry: Any) -> Any:
+    if not isinstance(entry, Tensor):
+        return entry
+    return {"min": float(entry.min()), "median": float(entry.median()), "max": float(entry.max())}
+
+
+def _middle(entry: Any) -> float:
+    return float(entry["median"] if isinstance(entry, dict) else entry)

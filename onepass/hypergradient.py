@@ -1,0 +1,120 @@
+r"""The derivative of the validation loss by the hyperparameters: the look-back series, and exact unrolling.
+
+Both walk backwards over weight steps :math:`w' = w - u(\lambda, w, g, s)` with an adjoint
+:math:`a = \partial L_V / \partial (w, s)`. One step back is
+
+.. math::
+    (b_w, b_g, b_s, b_\lambda) = (-a_w, a_s) \, \partial(u, s') / \partial(w, g, s, \lambda), \qquad
+    a_w \leftarrow a_w + b_w + H b_g, \quad a_s \leftarrow b_s,
+
+where :math:`H` is the Hessian of the training loss: rules are elementwise, so it is the only thing that mixes weights.
+``unrolled`` walks over the last real steps. ``look_back`` walks over the *last* one again and again, which is equation
+(6) of Clarke et al. (2022) and needs no memory of earlier weights.
+
+Lists run over pieces: tensors of weights, each with hyperparameters of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from onepass.linearise import Linearised, Piece, States
+
+Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Values = list[dict[str, Tensor]]
+
+
+def look_back(
+    step: Sequence[Piece],
+    valid_gradient: Sequence[Tensor],
+    hessian: Product | None = None,
+    *,
+    lookback: int = 5,
+    through_state: bool = True,
+) -> tuple[Values, list[Tensor]]:
+    r"""Equation (6): :math:`-\nabla L_V(w_1) \sum_{j<i} (I - \partial u/\partial w)^j \partial u/\partial \lambda`.
+
+    Args:
+        step: the last step really taken, at the weights *before* it.
+        valid_gradient: the gradient of the validation loss at the weights *after* it. Taking both at the same weights
+            lets an overshooting learning rate grow without bound.
+        hessian: multiplies by the Hessian of the training loss at the old weights; not needed for ``lookback=1``.
+        lookback: the number of terms ``i``, which costs ``i - 1`` Hessian products.
+        through_state: carry the adjoint through the optimizer's state too. *Departs from the paper*: there ``False``.
+
+    Returns:
+        The derivative by each tuned value, and the cotangent of each training gradient: what a hyperparameter inside
+        the training loss has still to be multiplied by.
+
+    >>> import torch
+    >>> from onepass.rules import RULES
+    >>> values = {"lr": torch.tensor(0.1), "momentum": 0, "weight_decay": 0}
+    >>> step = Piece(RULES["sgd"].update, values, torch.tensor([1.0]), torch.tensor([2.0]), {}, ("lr",))
+    >>> look_back([step], [torch.tensor([3.0])], lookback=1)[0]  # minus the dot product of the two gradients
+    [{'lr': tensor(-6.)}]
+    """
+    if lookback < 1:
+        raise ValueError(f"lookback must be at least 1, but got {lookback}")
+    if lookback > 1 and hessian is None:
+        raise ValueError(f"hessian must be given for lookback={lookback}, but got None; lookback=1 needs none")
+    linear = Linearised(step, states=through_state and lookback > 1)
+    a_w, a_s = list(valid_gradient), _no_state(step)
+    # All terms share one linearisation, so their sum is pulled back to the hyperparameters once, at the end.
+    sum_w, sum_s = a_w, a_s
+    for _ in range(lookback - 1):
+        assert hessian is not None
+        a_w, a_s = _one_step_back(linear, a_w, a_s, hessian)
+        sum_w = [total + a for total, a in zip(sum_w, a_w, strict=True)]
+        sum_s = _added(sum_s, a_s)
+    return linear.to_values(sum_w, sum_s)
+
+
+def unrolled(
+    steps: Sequence[Sequence[Piece]], valid_gradient: Sequence[Tensor], hessians: Sequence[Product | None]
+) -> tuple[Values, list[list[Tensor]]]:
+    """The exact derivative through the last real steps (differentiation through optimisation).
+
+    Args:
+        steps: each real step at the weights before it, oldest first.
+        valid_gradient: the gradient of the validation loss after the last step.
+        hessians: multiplies by the training Hessian of each step; the oldest is never used and may be ``None``.
+
+    Returns:
+        The derivative by each tuned value held constant over all steps, and the cotangents of each step's gradient.
+    """
+    if not steps:
+        raise ValueError("steps must hold at least one step, but got none")
+    a_w, a_s = list(valid_gradient), _no_state(steps[-1])
+    total: Values = [{} for _ in steps[-1]]
+    gradients: list[list[Tensor]] = []
+    for t in reversed(range(len(steps))):
+        linear = Linearised(steps[t])
+        values, b_g = linear.to_values(a_w, a_s)
+        total, gradients = _added(total, values), [b_g, *gradients]
+        if t > 0:
+            product = hessians[t]
+            if product is None:
+                raise ValueError(f"hessians[{t}] must be given, but got None; only the oldest step can do without")
+            a_w, a_s = _one_step_back(linear, a_w, a_s, product)
+    return total, gradients
+
+
+def _one_step_back(
+    linear: Linearised, a_w: Sequence[Tensor], a_s: States, hessian: Product
+) -> tuple[list[Tensor], States]:
+    b_w, b_g, b_s = linear.to_weights(a_w, a_s)
+    return [a + b + product for a, b, product in zip(a_w, b_w, hessian(b_g), strict=True)], b_s
+
+
+def _no_state(step: Sequence[Piece]) -> States:
+    return [{} for _ in step]
+
+
+def _added(total: Values, more: Values) -> Values:
+    """The sum, name by name; a name missing in ``total`` counts as zero there."""
+    return [
+        {**t, **{name: t[name] + m[name] if name in t else m[name] for name in m}}
+        for t, m in zip(total, more, strict=True)
+    ]

@@ -1,0 +1,133 @@
+"""Torch optimizers whose hyperparameters may be tensors: one learning rate per weight, if you like.
+
+They step by the very rules that the tuner differentiates. A tensor hyperparameter must broadcast to every weight of its
+group; ``per_element`` makes the groups for one value per weight.
+
+>>> model = torch.nn.Linear(3, 2)
+>>> optimizer = SGD(per_element(model.parameters(), lr=0.1), momentum=0.9)
+>>> optimizer.param_groups[0]["lr"].shape
+torch.Size([2, 3])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from onepass.rules import RULES, Rule
+from onepass.snapshot import named_values
+
+Number = float | Tensor
+
+
+class _RuleOptimizer(torch.optim.Optimizer):
+    rule: ClassVar[Rule]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for name, value in named_values(self.param_groups[-1]).items():
+            for p in self.param_groups[-1]["params"]:
+                _check(name, value, p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            values = named_values(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    update, self.state[p] = self.rule.update(values, p, p.grad, self.state[p])
+                    p.sub_(update)
+        return loss
+
+
+class SGD(_RuleOptimizer):
+    """``torch.optim.SGD`` with tensor hyperparameters."""
+
+    rule = RULES["sgd"]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        momentum: Number = 0.0,
+        dampening: Number = 0.0,
+        weight_decay: Number = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, _given(locals()))
+
+
+class Adam(_RuleOptimizer):
+    """``torch.optim.Adam`` with tensor hyperparameters."""
+
+    rule = RULES["adam"]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        eps: Number = 1e-8,
+        weight_decay: Number = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, _given(locals()))
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW`` with tensor hyperparameters."""
+
+    rule = RULES["adamw"]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        eps: Number = 1e-8,
+        weight_decay: Number = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+
+
+def per_tensor(params: Iterable[nn.Parameter], **values: float) -> list[dict[str, Any]]:
+    """One param group a tensor, for any optimizer: the tuner then finds one value a tensor."""
+    return [{"params": [p], **values} for p in params]
+
+
+def per_element(params: Iterable[nn.Parameter], **values: float) -> list[dict[str, Any]]:
+    """One param group a tensor, with the named values spread over its elements, for the optimizers of this module."""
+    return [
+        {"params": [p], **{k: torch.full_like(p, v, requires_grad=False) for k, v in values.items()}} for p in params
+    ]
+
+
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+
+
+def _check(name: str, value: Any, p: nn.Parameter) -> None:
+    if not isinstance(value, Tensor):
+        if isinstance(value, float) and not value >= 0:
+            raise ValueError(f"{name} must be at least 0, but got {value}")
+        return
+    try:
+        fits = torch.broadcast_shapes(value.shape, p.shape) == p.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must broadcast to the weight's shape {tuple(p.shape)}, but got {tuple(value.shape)}")

@@ -1,0 +1,174 @@
+"""The last weight step as it really happened: weights and optimizer state before it, and the gradient it saw.
+
+Rules are elementwise, so the weights that share their hyperparameters are laid end to end in one long *piece*: a model
+of sixty small tensors costs one kernel an operation, not sixty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Group = dict[str, Any]
+
+
+# Set to zero when a diverged run goes back: what pushed it over the edge must not push again.
+MOMENTA = ("momentum_buffer", "exp_avg")
+
+
+class Joined(NamedTuple):
+    """Some parameters of one group before a step, end to end. ``scalars`` are the state's numbers (``step``)."""
+
+    group: int
+    parameters: list[nn.Parameter]
+    weights: Tensor
+    state: dict[str, Tensor]
+    scalars: dict[str, float]
+
+    def views(self, joined: Tensor) -> list[Tensor]:
+        """A tensor laid out like ``weights``, cut into one view a parameter."""
+        if len(self.parameters) == 1:
+            return [joined]
+        parts = joined.split([p.numel() for p in self.parameters])
+        return [part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)]
+
+    def only(self, keep: Sequence[nn.Parameter]) -> Joined:
+        """The same for some of the parameters."""
+        if len(keep) == len(self.parameters):
+            return self
+        chosen = [i for i, p in enumerate(self.parameters) if any(p is k for k in keep)]
+        state = {key: _join([self.views(value)[i] for i in chosen]) for key, value in self.state.items()}
+        weights = _join([self.views(self.weights)[i] for i in chosen])
+        return Joined(self.group, [self.parameters[i] for i in chosen], weights, state, self.scalars)
+
+
+class Snapshot:
+    """Taken around one ``optimizer.step()``: made before it, ``complete``d after it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # The values the step really used, a scheduler's factor included.
+        self.values = [named_values(group) for group in optimizer.param_groups]
+        self.everything = [_joined(optimizer, *key_and_members) for key_and_members in self._shares(optimizer).items()]
+        self.pieces: list[Joined] = []
+        self.gradients: list[Tensor] = []
+
+    def complete(self) -> None:
+        """After the step: its gradients. Not before: a closure, or a fused unscaling, makes them inside the step."""
+        for joined in self.everything:
+            stepped = [p for p in joined.parameters if p.grad is not None]
+            for p in stepped:
+                if p.grad.layout != torch.strided:  # type: ignore[union-attr]
+                    raise ValueError(
+                        f"gradients must be dense, but a parameter of shape {tuple(p.shape)} has a sparse one; "
+                        "use nn.Embedding(..., sparse=False)"
+                    )
+            if stepped:
+                self.pieces.append(joined.only(stepped))
+                self.gradients.append(_join([p.grad for p in stepped]))  # type: ignore[misc]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for piece in self.pieces for p in piece.parameters]
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors, one a parameter, as new tensors, one a piece."""
+        rest = iter(tensors)
+        return [_join([next(rest) for _ in piece.parameters]) for piece in self.pieces]
+
+    def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
+        """The reverse of ``join``, as views."""
+        return [view for piece, tensor in zip(self.pieces, joined, strict=True) for view in piece.views(tensor)]
+
+    @torch.no_grad()
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go back to the weights and the optimizer state before the step, at rest (momentum cleared)."""
+        for piece in self.everything:
+            for p, weights in zip(piece.parameters, piece.views(piece.weights), strict=True):
+                p.copy_(weights)
+                state = optimizer.state.get(p, {})
+                for key in set(state) - {*piece.state, *piece.scalars}:
+                    del state[key]
+                for key, number in piece.scalars.items():
+                    state[key] = state[key].fill_(number) if isinstance(state[key], Tensor) else number
+            for key, value in piece.state.items():
+                for p, view in zip(piece.parameters, piece.views(value), strict=True):
+                    optimizer.state[p][key].copy_(torch.zeros_like(view) if key in MOMENTA else view)
+
+    def state_dict(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+        """What ``restore`` needs, in plain containers."""
+        return [
+            {**piece._asdict(), "parameters": [names[p] for p in piece.parameters], "state": dict(piece.state)}
+            for piece in self.everything
+        ]
+
+    @classmethod
+    def from_state_dict(cls, state: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> Snapshot:
+        snapshot = cls.__new__(cls)
+        snapshot.values, snapshot.pieces, snapshot.gradients = [], [], []
+        snapshot.everything = [
+            Joined(**{**piece, "parameters": [parameters[name] for name in piece["parameters"]]}) for piece in state
+        ]
+        return snapshot
+
+    @staticmethod
+    def _shares(optimizer: torch.optim.Optimizer) -> dict[Any, list[nn.Parameter]]:
+        """Who can share a piece: same group, same kind of tensor, same age; nobody where values have a shape."""
+        shares: dict[Any, list[nn.Parameter]] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            shaped = any(isinstance(v, Tensor) and v.dim() > 0 for v in named_values(group).values())
+            for i, p in enumerate(group["params"]):
+                state = optimizer.state.get(p, {})
+                scalars = tuple(
+                    (k, float(v)) for k, v in state.items() if v is not None and not _is_tensor_state(k, v, p)
+                )
+                kinds = tuple(k for k, v in state.items() if v is not None and _is_tensor_state(k, v, p))
+                shares.setdefault((g, scalars, kinds, p.dtype, p.device, i if shaped else -1), []).append(p)
+        return shares
+
+
+def named_values(group: Group) -> dict[str, Any]:
+    """A param group's entries by the names rules use: ``betas`` becomes ``beta1``, ``beta2``."""
+    values = {name: value for name, value in group.items() if name != "params"}
+    for name in [name for name, value in values.items() if isinstance(value, (tuple, list))]:
+        for i, value in enumerate(values.pop(name), start=1):
+            values[f"{name.removesuffix('s')}{i}"] = value
+    return values
+
+
+def write_value(group: Group, name: str, value: Tensor) -> None:
+    """Put a tuned value where the optimizer reads it, as the kind of thing that stands there."""
+    if name in group:
+        group[name] = _like(group[name], value)
+        return
+    key, place = name[:-1] + "s", int(name[-1]) - 1
+    entries = list(group[key])
+    entries[place] = _like(entries[place], value)
+    group[key] = tuple(entries)
+
+
+def _like(old: Any, value: Tensor) -> Any:
+    if isinstance(old, Tensor):
+        return old.copy_(value)
+    return float(value)
+
+
+def _is_tensor_state(key: str, value: Any, p: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.shape == p.shape and key != "step"
+
+
+def _joined(optimizer: torch.optim.Optimizer, key: Any, members: list[nn.Parameter]) -> Joined:
+    group, scalars, kinds = key[:3]
+    state = {kind: _join([optimizer.state[p][kind] for p in members]) for kind in kinds}
+    return Joined(group, members, _join([p.detach() for p in members]), state, dict(scalars))
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy, end to end in one vector; a single tensor keeps its shape. Half precision is widened: rules square small
+    numbers."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if len(tensors) == 1:
+        return tensors[0].to(wide, copy=True)
+    return torch.cat([t.reshape(-1) for t in tensors]).to(wide)

@@ -1,0 +1,384 @@
+"""``Tuner``: gathers the last step, asks for its hypergradient, and writes new values back. No equation stands here."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onepass.batches import Cycle
+from onepass.entries import collect, follow_schedulers
+from onepass.estimator import Estimator
+from onepass.evaluation import Evaluation, LossFunction
+from onepass.guard import Guard, Health, Verdict, on_probation, probation_step
+from onepass.history import History, TunerStep, Values
+from onepass.hyperparameters import Hyperparameter
+from onepass.rules import rule_of
+from onepass.snapshot import Snapshot, named_values
+
+HyperOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+_NONE: Mapping[Any, Any] = {}
+_TUNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def default_hyper_optimizer(raw: list[Tensor]) -> torch.optim.Optimizer:
+    """Adam, as in the paper, with a step of 0.05: a learning rate moves by at most 12 % a hyper step.
+
+    *Departs from the paper*: a short memory (``beta2``), since hypergradients shrink by orders of magnitude during a
+    run and a long one would remember only the first; and no ``eps``, since they may all be tiny.
+    """
+    return torch.optim.Adam(raw, lr=0.05, betas=(0.9, 0.9), eps=1e-30, foreach=True)
+
+
+class Tuner:
+    """Tunes the hyperparameters of a torch optimizer while it trains (Clarke et al., 2022, Algorithm 1).
+
+    Call ``tuner.step(batch)`` after every ``optimizer.step()``. Every ``interval`` steps it differentiates the last
+    weight update, and moves the values in ``optimizer.param_groups`` down the gradient of the validation loss.
+
+    >>> model = nn.Linear(2, 1)
+    >>> def loss(model, batch): return ((model(batch[0]) - batch[1]) ** 2).mean()
+    >>> batch = torch.randn(8, 2), torch.randn(8, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    >>> tuner = Tuner(model, optimizer, loss, [batch], interval=1)
+    >>> loss(model, batch).backward(); optimizer.step()
+    >>> tuner.step(batch).step
+    1
+
+    Args:
+        model: the model that ``optimizer`` trains.
+        optimizer: any optimizer with a rule (``onepass.rules``).
+        loss: ``loss(model, batch)``, the scalar training loss.
+        valid: an iterable of validation batches, cycled; one batch in a list is fine.
+        tune: names of param group entries; by default every one whose start lies inside its domain.
+        interval: weight steps a hyper step (``T`` in the paper).
+        lookback: terms of the series (``i`` in the paper); 1 needs no second derivatives.
+        through_state: carry the series through the optimizer's state as well. *Departs from the paper*.
+        curvature: a name from ``onepass.curvature.CURVATURES``, or "auto": exact where kernels allow it.
+        hyper_optimizer: makes the optimizer of the raw values; by default ``default_hyper_optimizer``.
+        valid_loss: ``valid_loss(model, batch)``, by default ``loss``. Dropout is off in it.
+        extra: hyperparameters used inside ``loss``, by name.
+        bounds: name -> (lowest, highest), natural units.
+        guard: goes back when the run diverges; ``None`` for never. *Departs from the paper*.
+        tied: names that have one value for all groups.
+
+    Attributes:
+        history: the record of all hyper steps.
+        skipped: how many hyper steps left the values alone because something was not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        valid: Iterable[Any],
+        *,
+        tune: Sequence[str] | None = None,
+        interval: int = 10,
+        lookback: int = 5,
+        through_state: bool = True,
+        curvature: str = "auto",
+        hyper_optimizer: HyperOptimizer | None = None,
+        valid_loss: LossFunction | None = None,
+        extra: Mapping[str, Hyperparameter] | None = None,
+        bounds: Mapping[str, tuple[float, float]] | None = None,
+        guard: Guard | None = Guard(),  # noqa: B008 (frozen)
+        tied: Sequence[str] = (),
+    ) -> None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be an integer of at least 1, but got {interval}")
+        if guard is not None and not isinstance(guard, Guard):
+            raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
+        if optimizer in _TUNED:
+            raise ValueError(
+                "optimizer must have one tuner, but it already has another; call detach() on that one first"
+            )
+        rule = rule_of(optimizer)
+        self._optimizer, self._interval, self._guard = optimizer, interval, guard
+        self._evaluation = Evaluation(model, loss, valid_loss)
+        self._estimator = Estimator(
+            self._evaluation, rule, lookback=lookback, through_state=through_state, curvature=curvature
+        )
+        self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
+        self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
+        self._extra = _checked_extra(extra or {}, rule.tunable)
+        # One each, in a fixed order: tied entries share theirs.
+        self._hyperparameters = list(dict.fromkeys([*(e.hyperparameter for e in self._entries), *self._extra.values()]))
+        if not self._hyperparameters:
+            raise ValueError(
+                f"there must be something to tune, but none of {sorted(rule.tunable)} can be from its start"
+            )
+        self._make_hyper_optimizer = hyper_optimizer or default_hyper_optimizer
+        self._hyper_optimizer = self._new_hyper_optimizer()
+        with self._evaluation.undisturbed():
+            self._valid = Cycle(valid)
+            first = self._try_loss()
+        self._health = guard.start(first) if guard else None
+        self._healthy: _Point | None = None
+        self._snapshot: Snapshot | None = None
+        self._steps, self._stepped = 0, False
+        self.skipped = 0
+        self.history = History(self.values())
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        _TUNED.add(optimizer)
+
+    def step(self, batch: Any) -> TunerStep | None:
+        """To be called after every ``optimizer.step()``, with the batch it was taken on.
+
+        Returns:
+            ``None`` on ordinary steps, a record every ``interval`` steps and whenever the guard goes back.
+        """
+        if not self._stepped:
+            raise RuntimeError("tuner.step must follow an optimizer.step, once each, but there was none since the last")
+        self._stepped = False
+        self._steps += 1
+        since = self._steps % self._interval
+        if since and not (self._health is not None and on_probation(self._health) and probation_step(since)):
+            return None
+        with self._evaluation.undisturbed():
+            record = self._probation_step() if since else self._hyper_step(batch)
+        self._snapshot = None
+        if record is not None:
+            self.history.append(record)
+        return record
+
+    def values(self) -> Values:
+        """The tuned values in natural units: name -> one a param group. Under an LR scheduler, the base values."""
+        found: Values = {}
+        for name, row in self._rows.items():
+            fixed = [named_values(group).get(name) for group in self._optimizer.param_groups]
+            found[name] = [_plain(e.hyperparameter.value) if e else f for e, f in zip(row, fixed, strict=False)]
+        return found | {name: [_plain(h.value)] for name, h in self._extra.items()}
+
+    def detach(self) -> None:
+        """Stop tuning, and leave the optimizer free for another tuner."""
+        for hook in self._hooks:
+            hook.remove()
+        _TUNED.discard(self._optimizer)
+
+    # --- around optimizer.step() ---
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._snapshot = None
+        first = self._guard is not None and self._healthy is None
+        if first or self._due():
+            for entry in self._entries:
+                entry.observe(optimizer.param_groups[entry.index])
+            self._snapshot = Snapshot(optimizer)
+        if first:
+            self._healthy = self._point()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._snapshot is not None and self._due():
+            self._snapshot.complete()
+        self._stepped = True
+
+    def _due(self) -> bool:
+        """Whether the next ``tuner.step`` is a hyper step."""
+        return (self._steps + 1) % self._interval == 0
+
+    # --- one hyper step ---
+
+    def _hyper_step(self, batch: Any) -> TunerStep:
+        assert self._snapshot is not None
+        if not self.history.records:
+            follow_schedulers(self._optimizer, self._rows.get("lr", []))
+        parameters, inside = self._snapshot.parameters, [h.value for h in self._extra.values()]
+        with _requiring_grad(inside):
+            loss, found = self._evaluation.validation(next(self._valid), [*parameters, *inside])
+            verdict = self._judge(loss)
+            if verdict is not None and verdict.sick:
+                return self._record(float(loss), guard=self._go_back(float(loss)))
+            gradients = [
+                torch.zeros_like(x) if f is None else f for f, x in zip(found, [*parameters, *inside], strict=True)
+            ]
+            natural = self._estimator.hypergradients(
+                batch, self._snapshot, gradients[: len(parameters)], self._entries, self._extra
+            )
+            for h, direct in zip(self._extra.values(), gradients[len(parameters) :], strict=True):
+                natural[h] = natural[h] + direct
+        if verdict is not None and verdict.safe:
+            self._healthy = self._point()
+        return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, float(loss))
+
+    @torch.no_grad()
+    def _move(self, raw: dict[Hyperparameter, Tensor], loss: float) -> TunerStep:
+        """Move the hyperparameters down their gradients, unless something is not finite."""
+        if not math.isfinite(loss) or not all(bool(torch.isfinite(g).all()) for g in raw.values()):
+            self.skipped += 1
+            reason = "a hypergradient" if math.isfinite(loss) else "the validation loss"
+            return self._record(loss, raw, skipped=f"{reason} is not finite")
+        for h, gradient in raw.items():
+            h.raw.grad = gradient
+        self._hyper_optimizer.step()
+        for h in raw:
+            h.raw.grad = None
+            h.refresh()
+        self._write()
+        return self._record(loss, raw)
+
+    def _write(self) -> None:
+        for entry in self._entries:
+            entry.write(self._optimizer.param_groups[entry.index])
+
+    def _record(self, loss: float, raw: Mapping[Hyperparameter, Tensor] = _NONE, **notes: str) -> TunerStep:
+        def show(h: Hyperparameter | None) -> Any:
+            return _plain(raw[h]) if h is not None and h in raw else math.nan
+
+        slopes: Values = {
+            name: [show(e.hyperparameter if e else None) for e in row] for name, row in self._rows.items()
+        }
+        slopes |= {name: [show(h)] for name, h in self._extra.items()}
+        return TunerStep(self._steps, self.values(), slopes, loss, **notes)
+
+    def _try_loss(self) -> Tensor:
+        """One evaluation before anything is changed, so that a bad loss is told at once."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._evaluation.names_of(parameters)
+        trained = [p for p in parameters if p.requires_grad]
+        loss, gradients = self._evaluation.validation(self._valid.peek(), trained)
+        if all(gradient is None for gradient in gradients):
+            raise ValueError("loss must depend on the parameters of optimizer, but its gradient reaches none of them")
+        return loss.double().cpu()
+
+    def _new_hyper_optimizer(self) -> torch.optim.Optimizer:
+        return self._make_hyper_optimizer([h.raw for h in self._hyperparameters])
+
+    # --- the guard ---
+
+    def _probation_step(self) -> TunerStep | None:
+        """Between hyper steps: only looks whether the run is about to be lost."""
+        assert self._guard is not None and self._health is not None
+        loss = self._evaluation.valid_loss(self._valid.peek()).double().cpu()
+        _, verdict = self._guard.judge(self._health, loss)
+        return self._record(float(loss), guard=self._go_back(float(loss))) if verdict.sick else None
+
+    def _judge(self, loss: Tensor) -> Verdict | None:
+        if self._guard is None or self._health is None:
+            return None
+        self._health, verdict = self._guard.judge(self._health, loss.double().cpu())
+        return verdict
+
+    @torch.no_grad()
+    def _go_back(self, loss: float) -> str:
+        """To the last point known to be healthy, with a lower learning rate and a fresh hyper-optimizer."""
+        assert self._guard is not None and self._healthy is not None
+        point, down = self._healthy, 10**-self._guard.backoff
+        point.snapshot.restore(self._optimizer)
+        for buffer, saved in zip(self._evaluation.model.buffers(), point.buffers, strict=True):
+            buffer.copy_(saved)
+        rates = {e.hyperparameter for e in self._entries if e.name == "lr"}
+        for h, value in zip(self._hyperparameters, point.values, strict=True):
+            h.set(value * down if h in rates else value)
+        self._hyper_optimizer = self._new_hyper_optimizer()
+        self._write()
+        # Should this not be enough, the next return starts from here.
+        self._healthy = point._replace(values=[h.value.clone() for h in self._hyperparameters])
+        did = f"validation loss {loss:g}: went back to step {point.step}" + (f", lr x {down:.3g}" if rates else "")
+        if not any(record.guard for record in self.history):
+            warnings.warn(f"the run diverged at step {self._steps}: {did}; see tuner.history", stacklevel=4)
+        return did
+
+    def _point(self) -> _Point:
+        """A point to go back to: before the step just snapshot."""
+        assert self._snapshot is not None
+        values = [h.value.clone() for h in self._hyperparameters]
+        buffers = [buffer.clone() for buffer in self._evaluation.model.buffers()]
+        return _Point(max(self._steps - 1, 0), self._snapshot, values, buffers)
+
+    # --- saving ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on bit for bit, in plain containers. Save it beside the optimizer's."""
+        names = {p: name for name, p in self._evaluation.model.named_parameters()}
+        healthy = self._healthy
+        return {
+            "labels": self._labels(),
+            "steps": self._steps,
+            "skipped": self.skipped,
+            "raw": [h.raw.clone() for h in self._hyperparameters],
+            "values": [h.value.clone() for h in self._hyperparameters],
+            "factors": [entry.factor for entry in self._entries],
+            "starts": [entry.start for entry in self._entries],
+            "hyper_optimizer": self._hyper_optimizer.state_dict(),
+            "curvature": self._estimator.curvature,
+            "valid_position": self._valid.position,
+            "health": list(self._health) if self._health else None,
+            "healthy": healthy and {**healthy._asdict(), "snapshot": healthy.snapshot.state_dict(names)},
+            "history": self.history.to_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Load the model and the optimizer as well."""
+        if state.get("labels") != self._labels():
+            raise ValueError(f"state must be of a tuner of {self._labels()}, but it is of {state.get('labels')}")
+        for h, raw, value in zip(self._hyperparameters, state["raw"], state["values"], strict=True):
+            h.raw.copy_(raw)
+            h.value.copy_(value)
+        for entry, factor, start in zip(self._entries, state["factors"], state["starts"], strict=True):
+            entry.factor, entry.start = factor, start
+        self._write()
+        self._steps, self.skipped, self._stepped = state["steps"], state["skipped"], False
+        self._hyper_optimizer = self._new_hyper_optimizer()
+        self._hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+        self._estimator.curvature = state["curvature"]
+        self._health = Health(*state["health"]) if state["health"] else None
+        self._healthy = _loaded_point(state["healthy"], dict(self._evaluation.model.named_parameters()))
+        records = [TunerStep(**record) for record in state["history"]["records"]]
+        self.history = History(state["history"]["start"], records)
+        with self._evaluation.undisturbed():
+            self._valid.seek(state["valid_position"])
+
+    def _labels(self) -> list[str]:
+        """Name, group and shape of everything tuned: two tuners with the same labels can exchange their states."""
+        labels = [f"{e.name}[{e.index}] {tuple(e.hyperparameter.raw.shape)}" for e in self._entries]
+        return labels + [f"{name} {tuple(h.raw.shape)}" for name, h in self._extra.items()]
+
+
+class _Point(NamedTuple):
+    step: int
+    snapshot: Snapshot
+    values: list[Tensor]
+    buffers: list[Tensor]
+
+
+def _loaded_point(state: Mapping[str, Any] | None, parameters: dict[str, nn.Parameter]) -> _Point | None:
+    if state is None:
+        return None
+    return _Point(**{**state, "snapshot": Snapshot.from_state_dict(state["snapshot"], parameters)})
+
+
+@contextmanager
+def _requiring_grad(tensors: Sequence[Tensor]) -> Iterator[None]:
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+
+
+def _checked_extra(extra: Mapping[str, Hyperparameter], tunable: Mapping[str, str]) -> dict[str, Hyperparameter]:
+    for name, h in extra.items():
+        if not isinstance(h, Hyperparameter):
+            raise ValueError(f"extra[{name!r}] must be an onepass.Hyperparameter, but got {type(h).__name__}")
+        if name in tunable:
+            raise ValueError(f"extra must not reuse the optimizer's names, but got {name!r}")
+    return dict(extra)
+
+
+def _plain(value: Tensor) -> Any:
+    return float(value) if value.dim() == 0 else value.detach().clone()
