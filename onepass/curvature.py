@@ -13,7 +13,8 @@ inside the loss (often none), and returns ``Products``. Costs are in gradients o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,14 +56,11 @@ class NoSecondDerivative(RuntimeError):
 def exact(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
     """Double backward. Agrees with the analytic Hessian to rounding."""
     gradient = _grad(loss(weights), weights, create_graph=True)
+    _refuse_first_order_kernels(gradient)
 
     def product(v: Tensors, wanted: Tensors) -> list[Tensor]:
-        try:
+        with _naming_first_order_kernels():
             return _grad(gradient, wanted, v, retain_graph=True)
-        except RuntimeError as error:
-            if _is_first_order_kernel(error):
-                raise NoSecondDerivative(str(error).splitlines()[0]) from error
-            raise
 
     return Products([g.detach() for g in gradient], lambda v: product(v, weights), lambda v: product(v, extra))
 
@@ -71,7 +69,7 @@ def forward(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
     """Forward-mode over reverse: the gradient of a loss whose weights carry the direction as a tangent."""
 
     def along(v: Tensors) -> list[Tensor]:
-        with forward_ad.dual_level():
+        with _naming_first_order_kernels(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(w, d.contiguous()) for w, d in zip(weights, v, strict=True)]
             wanted = [*duals, *extra]
             found = torch.autograd.grad(loss(duals), wanted, allow_unused=True)
@@ -92,22 +90,27 @@ def gauss_newton(loss: LossApart, weights: Tensors, extra: Tensors = ()) -> Prod
     slopes = _grad(value, cuts, create_graph=True)
     dummies = [torch.zeros_like(z, requires_grad=True) for z in outputs]
     pulled = _grad(outputs, weights, dummies, create_graph=True)
+    # What the loss makes of the weights without the model, such as a penalty on their size, is kept exact.
+    direct = _grad(value, weights, create_graph=True)
+    _refuse_first_order_kernels([*slopes, *pulled, *direct])
 
     def inner(v: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-        moved = _grad(pulled, dummies, v, retain_graph=True)
-        curved = _grad(slopes, [*cuts, *extra], moved, retain_graph=True)
+        with _naming_first_order_kernels():
+            moved = _grad(pulled, dummies, v, retain_graph=True)
+            curved = _grad(slopes, [*cuts, *extra], moved, retain_graph=True)
         return curved[: len(cuts)], curved[len(cuts) :]
 
     def hessian(v: Tensors) -> list[Tensor]:
-        return _grad(outputs, weights, inner(v)[0], retain_graph=True)
+        through_outputs = _grad(outputs, weights, inner(v)[0], retain_graph=True)
+        return _sum(through_outputs, _grad(direct, weights, v, retain_graph=True))
 
     def mixed(v: Tensors) -> list[Tensor]:
-        curved, direct = inner(v)
+        curved, in_loss = inner(v)
         through_outputs = _grad(outputs, extra, curved, retain_graph=True)
-        return [a + b for a, b in zip(direct, through_outputs, strict=True)]
+        return _sum(in_loss, through_outputs, _grad(direct, extra, v, retain_graph=True))
 
-    gradient = _grad(outputs, weights, [s.detach() for s in slopes], retain_graph=True)
-    return Products(gradient, hessian, mixed)
+    through_outputs = _grad(outputs, weights, [s.detach() for s in slopes], retain_graph=True)
+    return Products(_sum(through_outputs, [d.detach() for d in direct]), hessian, mixed)
 
 
 def finite_difference(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
@@ -174,6 +177,10 @@ def _filled(found: Sequence[Tensor | None], like: Tensors) -> list[Tensor]:
     return [torch.zeros_like(x) if f is None else f for f, x in zip(found, like, strict=True)]
 
 
+def _sum(*lists: Tensors) -> list[Tensor]:
+    return [sum(terms[1:], terms[0]) for terms in zip(*lists, strict=True)]
+
+
 def norm(tensors: Tensors) -> float:
     """The Euclidean norm of all of them together."""
     exact_enough = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -181,7 +188,27 @@ def norm(tensors: Tensors) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _is_first_order_kernel(error: RuntimeError) -> bool:
-    text = str(error)
-    signs = ("is not implemented", "not support double backward", "once_differentiable", "differentiate twice")
-    return isinstance(error, NotImplementedError) or any(sign in text for sign in signs)
+@contextmanager
+def _naming_first_order_kernels() -> Iterator[None]:
+    """torch says in many ways that a kernel cannot be differentiated again; here they become one error."""
+    try:
+        yield
+    except RuntimeError as error:
+        # The last is torch's way to fail on the forward mode of some losses, mse_loss among them.
+        signs = ("is not implemented", "not support double backward", "differentiate twice", "ZeroTensors")
+        if isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs):
+            raise NoSecondDerivative(str(error).splitlines()[0]) from error
+        raise
+
+
+def _refuse_first_order_kernels(outputs: Tensors) -> None:
+    """Asked for zeros where nothing flows, autograd silently skips a kernel that refuses to go twice: look first."""
+    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node.name() == "torch::autograd::Error":
+            raise NoSecondDerivative("a custom function marked as once_differentiable")
+        fresh = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= fresh
+        todo += fresh

@@ -163,13 +163,7 @@ def _twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if cudnn.enabled and any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            stack.enter_context(
-                cudnn.flags(
-                    enabled=False,
-                    benchmark=cudnn.benchmark,
-                    deterministic=cudnn.deterministic,
-                    allow_tf32=cudnn.allow_tf32,
-                )
-            )
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            kept = {"benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic, "allow_tf32": cudnn.allow_tf32}
+            stack.enter_context(cudnn.flags(enabled=False, **kept))
         yield

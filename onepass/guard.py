@@ -73,8 +73,10 @@ class Guard:
         limit = best + (self.ratio - 1) * best.abs() + self.slack * health.first.abs()
         sick = ~torch.isfinite(loss) | (smooth > limit)
         first = torch.where(torch.isfinite(health.first) | sick, health.first, loss)
-        after = Health(first, torch.where(sick, health.best, torch.minimum(best, smooth)), smooth)
-        return after._replace(smooth=torch.where(sick, torch.inf, smooth)), Verdict(sick, ~sick & (loss <= limit))
+        # A sick run's best relaxes too, or one that can never be as good again would go back for ever.
+        best_now = torch.where(sick, best, torch.minimum(best, smooth))
+        safe = ~sick & (loss <= (best + limit) / 2)  # a point at the brink is no place to go back to
+        return Health(first, best_now, torch.where(sick, torch.inf, smooth)), Verdict(sick, safe)
 
 
 def on_probation(health: Health) -> Tensor:

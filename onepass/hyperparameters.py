@@ -57,8 +57,18 @@ TRANSFORMS = {
     ),
 }
 
-# Where the default search stops, in natural units. The learning rate's range is the paper's.
-DEFAULT_BOUNDS = {"lr": (1e-10, 1.0)}
+# Where the default search stops, in natural units. The learning rate's range is the paper's. The others end where more
+# no longer helps and only the way back gets longer; and Adam is unstable where beta1 exceeds the root of beta2, which a
+# greedy search from a tiny learning rate would do.
+DEFAULT_BOUNDS = {
+    "lr": (1e-10, 1.0),
+    "weight_decay": (1e-8, 1.0),
+    "momentum": (0.01, 0.99),
+    "beta1": (0.01, 0.98),
+    "beta2": (0.97, 0.99999),
+    "alpha": (0.9, 0.99999),
+    "eps": (1e-12, 1e-2),
+}
 TRANSFORM_BOUNDS = {
     "log10": (1e-12, 1.0),
     "logit": (1e-6, 1 - 1e-6),
@@ -81,7 +91,7 @@ class Hyperparameter:
     Args:
         value: the start, in natural units.
         transform: a name from ``TRANSFORMS``.
-        bounds: ``(lowest, highest)`` in natural units; by default ``TRANSFORM_BOUNDS``, widened to hold the start.
+        bounds: ``(lowest, highest)`` in natural units; by default those of the tables above, widened to hold the start.
         name: how error messages call it.
 
     Attributes:
@@ -111,9 +121,10 @@ class Hyperparameter:
                 f"but got {_show(start)}; {TRANSFORMS[transform].cure}"
             )
         self.value = start
+        self.start = start.clone()
         self._exact = torch.float64 if start.numel() == 1 and start.device.type != "mps" else start.dtype
         exact = start.to(self._exact) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=self._exact)
-        self.bounds = _checked_bounds(name, exact, transform, bounds)
+        self.bounds = _checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds)
         self.raw = TRANSFORMS[transform].to_raw(exact)
 
     def pull_back(self, natural_gradient: Tensor) -> Tensor:
@@ -155,7 +166,8 @@ def _checked_bounds(
     edges = TRANSFORMS[transform].domain
     if len(bounds) != 2 or not edges[0] <= bounds[0] < bounds[1] <= edges[1]:
         raise ValueError(f"bounds of {name} must be (low, high) inside {edges}, but got {bounds}")
-    if not (bounds[0] <= low and high <= bounds[1]):
+    ends = torch.tensor(bounds, dtype=start.dtype)  # a float32 start of 0.1 lies on a bound of 0.1
+    if not (float(ends[0]) <= low and high <= float(ends[1])):
         raise ValueError(f"bounds of {name} must include its start {_show(start)}, but got {bounds}")
     return float(bounds[0]), float(bounds[1])
 

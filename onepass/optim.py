@@ -28,6 +28,9 @@ class _RuleOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.get("nesterov") and (_is_zero(group["momentum"]) or not _is_zero(group["dampening"])):
+            raise ValueError("nesterov must come with a momentum and without dampening")
         for name, value in named_values(self.param_groups[-1]).items():
             for p in self.param_groups[-1]["params"]:
                 _check(name, value, p)
@@ -120,10 +123,18 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
 
 
+def _is_zero(value: Number) -> bool:
+    return not isinstance(value, Tensor) and value == 0
+
+
 def _check(name: str, value: Any, p: nn.Parameter) -> None:
+    if isinstance(value, bool):
+        return
+    if not bool((torch.as_tensor(value) >= 0).all()):
+        raise ValueError(f"{name} must be at least 0, but got {value}")
+    if name in ("beta1", "beta2") and not bool((torch.as_tensor(value) < 1).all()):
+        raise ValueError(f"{name} must be below 1, but got {value}")
     if not isinstance(value, Tensor):
-        if isinstance(value, float) and not value >= 0:
-            raise ValueError(f"{name} must be at least 0, but got {value}")
         return
     try:
         fits = torch.broadcast_shapes(value.shape, p.shape) == p.shape

@@ -84,8 +84,8 @@ def nadam(h: Values, w: Tensor, g: Tensor, s: State) -> tuple[Tensor, dict[str, 
 def radam(h: Values, w: Tensor, g: Tensor, s: State) -> tuple[Tensor, dict[str, Any]]:
     """Liu et al. (2020): no adaptive step until the second moment has been seen often enough."""
     t, _, m, v, shrink = _moments(h, w, g, s, decoupled=bool(h.get("decoupled_weight_decay", False)))
-    power = torch.as_tensor(h["beta2"] ** t)
-    longest = torch.as_tensor(2 / (1 - h["beta2"]) - 1)
+    beta2 = h["beta2"] if isinstance(h["beta2"], Tensor) else torch.tensor(h["beta2"], dtype=torch.float64)
+    power, longest = beta2**t, 2 / (1 - beta2) - 1
     length = longest - 2 * t * power / (1 - power)
     rectified = length > 5
     # Where not rectified the root would be of a negative number: give it a harmless one, the `where` drops the result.
