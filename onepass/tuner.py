@@ -124,7 +124,7 @@ class Tuner:
         self._health = guard.start(first) if guard else None
         self._healthy: _Point | None = None
         self._snapshot: Snapshot | None = None
-        self._steps, self._stepped = 0, False
+        self._steps, self._stepped, self._followed = 0, False, False
         self.skipped = 0
         self.history = History(self.values())
         self._hooks = [
@@ -170,6 +170,9 @@ class Tuner:
     # --- around optimizer.step() ---
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._followed:  # as late as possible: by the first step every scheduler exists
+            follow_schedulers(optimizer, self._rows.get("lr", []))
+            self._followed = True
         self._snapshot = None
         first = self._guard is not None and self._healthy is None
         if first or self._due():
@@ -192,8 +195,6 @@ class Tuner:
 
     def _hyper_step(self, batch: Any) -> TunerStep:
         assert self._snapshot is not None
-        if not self.history.records:
-            follow_schedulers(self._optimizer, self._rows.get("lr", []))
         parameters, inside = self._snapshot.parameters, [h.value for h in self._extra.values()]
         with _requiring_grad(inside):
             loss, found = self._evaluation.validation(next(self._valid), [*parameters, *inside])

@@ -1,0 +1,63 @@
+"""Dependencies point one way, and the library needs torch alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "onepass"
+MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
+
+# Lower layers know nothing of higher ones; a module may import from its own layer.
+LAYERS = [
+    {"version", "hyperparameters", "rules", "curvature", "guard", "batches"},
+    {"linearise", "evaluation", "snapshot"},
+    {"hypergradient", "entries", "history", "optim"},
+    {"estimator"},
+    {"tuner"},
+    {"__init__"},
+]
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                f"{node.module}.{alias.name}" if node.module == "onepass" else node.module for alias in node.names
+            }
+    return found
+
+
+def test_every_module_has_its_layer() -> None:
+    assert set().union(*LAYERS) == set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dependencies_point_down(name: str) -> None:
+    level = next(i for i, layer in enumerate(LAYERS) if name in layer)
+    allowed = set().union(*LAYERS[: level + 1])
+    own = {module.split(".")[1] for module in imports(MODULES[name]) if module.startswith("onepass.")}
+    assert own <= allowed
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torch_alone(name: str) -> None:
+    outside = {module.split(".")[0] for module in imports(MODULES[name])} - set(sys.stdlib_module_names)
+    lazily = {"matplotlib"} if name == "history" else set()  # only inside `plot`, with an error that says so
+    assert outside <= {"torch", "onepass", "__future__"} | lazily
+
+
+def test_import_brings_nothing_else() -> None:
+    code = "import sys, onepass; print([m for m in ('sklearn', 'matplotlib', 'rich') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_mathematics_stays_small() -> None:
+    assert len(MODULES["hypergradient"].read_text().splitlines()) < 150
