@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onepass.hyperparameters import TRANSFORMS, Hyperparameter, in_domain
 from onepass.rules import Rule
-from onepass.snapshot import Group, named_values, write_value
+from onepass.snapshot import Group, read_value, write_value
 
 Entries = dict[str, list["Entry | None"]]
 
@@ -33,7 +33,7 @@ class Entry:
 
     def observe(self, group: Group) -> None:
         """Notice what others wrote since: for ``lr`` a factor, for anything else a new value."""
-        now = named_values(group)[self.name]
+        now = read_value(group, self.name)
         if (isinstance(now, Tensor) and now.dim() > 0) or now == self._written:
             return
         if self.name == "lr":
@@ -48,7 +48,7 @@ class Entry:
 
     def write(self, group: Group) -> None:
         write_value(group, self.name, self.effective())
-        now = named_values(group)[self.name]
+        now = read_value(group, self.name)
         self._written = now if isinstance(now, Tensor) and now.dim() > 0 else float(now)
 
 
@@ -160,7 +160,7 @@ def _start(group: Group, name: str) -> Any:
     """Where a value begins. A scheduler has already been at ``lr``, and keeps its start in ``initial_lr``."""
     if name == "lr" and "initial_lr" in group:
         return group["initial_lr"]
-    return named_values(group).get(name)
+    return read_value(group, name)
 
 
 def _expanded(tune: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ class Estimator:
 
         def hessian(cotangents: Sequence[Tensor]) -> list[Tensor]:
             found = products.hessian(_in_dtype_of(parameters, snapshot.split(cotangents)))
-            return [scale * product for product in snapshot.join(found)]
+            return [product.mul_(scale) for product in snapshot.join(found)]
 
         values, cotangents = look_back(
             pieces,

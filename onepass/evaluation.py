@@ -28,7 +28,8 @@ class Evaluation:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._loss = _Wrapped(self.model, loss, "loss")
         self._valid_loss = _Wrapped(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
-        self._random: list[Callable[[], None]] = []
+        self._cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
+        self._random: tuple[Tensor, list[Tensor]] = torch.empty(0), []
 
     def names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -42,21 +43,24 @@ class Evaluation:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Puts the random state and the modules' modes back at the end, whatever happens in between."""
-        cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
-            state, cuda_states = torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in cuda]
-            self._random = [lambda: torch.set_rng_state(state)]
-            self._random += [lambda d=d, s=s: torch.cuda.set_rng_state(s, d) for d, s in cuda_states]  # type: ignore[misc]
-            try:
+        self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._cuda]
+        try:
+            with torch.enable_grad():
                 yield
-            finally:
-                self._random = []
+        finally:
+            self._rewind()
+
+    def _rewind(self) -> None:
+        state, cuda_states = self._random
+        torch.set_rng_state(state)
+        for device, cuda_state in zip(self._cuda, cuda_states, strict=True):
+            torch.cuda.set_rng_state(cuda_state, device)
 
     def training(self, batch: Any, names: Sequence[str], *, twice: bool) -> TrainingLoss:
         """The training loss of a batch as a function of the named weights; ``twice``: with second derivatives."""
         return TrainingLoss(self, batch, names, twice)
 
-    def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[float, tuple[Tensor | None, ...]]:
         """The validation loss at the current weights, and its gradient by ``wanted``."""
         with _validation_mode(self.model):
             value = self._call(self._valid_loss, {}, batch)
@@ -64,7 +68,8 @@ class Evaluation:
                 raise ValueError(
                     f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient"
                 )
-            return value.detach(), torch.autograd.grad(value, list(wanted), allow_unused=True)
+            gradients = torch.autograd.grad(value, list(wanted), allow_unused=True)
+            return value.item(), gradients
 
     def valid_loss(self, batch: Any) -> Tensor:
         """The validation loss at the current weights, alone."""
@@ -72,8 +77,7 @@ class Evaluation:
             return self._call(self._valid_loss, {}, batch)
 
     def _call(self, loss: _Wrapped, weights: dict[str, Tensor], batch: Any) -> Tensor:
-        for reset in self._random:
-            reset()
+        self._rewind()
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         lent = {f"model.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
         value: Tensor = functional_call(loss, lent, (batch,)) if lent else loss(batch)

@@ -1,15 +1,19 @@
 """Notices a run that diverges, so that it can go back to its last healthy point.
 
-Everything here is elementwise: a tuner guards one run with scalars, a population guards each of its replicas.
+Everything here is elementwise, on plain numbers or on tensors: a tuner guards one run, a population each replica.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+Number = Any  # a float, or a tensor of them
+Truth = Any  # a bool, or a tensor of them
 
 
 class Health(NamedTuple):
@@ -19,23 +23,23 @@ class Health(NamedTuple):
     counts, and is looked at more often.
     """
 
-    first: Tensor
-    best: Tensor
-    smooth: Tensor
+    first: Number
+    best: Number
+    smooth: Number
 
 
 class Verdict(NamedTuple):
-    """``sick``: go back. ``safe``: a point worth going back to. In between, wait and see."""
+    """Not ``healthy``: go back. ``safe``: a point worth going back to. In between, wait and see."""
 
-    sick: Tensor
-    safe: Tensor
+    healthy: Truth
+    safe: Truth
 
 
 @dataclass(frozen=True)
 class Guard:
     """When a run counts as diverged, and how far its learning rate goes down then.
 
-    A run is sick when its validation loss is not finite, or the smoothed one exceeds ``ratio * best + slack * first``.
+    A run is healthy while its validation loss is finite and the smoothed one within ``ratio * best + slack * first``.
 
     Attributes:
         ratio: how far above the best loss so far is still normal.
@@ -59,28 +63,30 @@ class Guard:
         if not self.backoff > 0:
             raise ValueError(f"backoff must be above 0, but got {self.backoff}")
 
-    def start(self, loss: Tensor) -> Health:
+    def start(self, loss: Number) -> Health:
         """Health of a run that has not begun. A start that is not finite sets no standard."""
-        first = torch.where(torch.isfinite(loss), loss, torch.inf)
-        return Health(first, first, torch.full_like(first, torch.inf))
+        first = _where(_finite(loss), loss, math.inf)
+        return Health(first, first, abs(first) + math.inf)
 
-    def judge(self, health: Health, loss: Tensor) -> tuple[Health, Verdict]:
+    def judge(self, health: Health, loss: Number) -> tuple[Health, Verdict]:
         """The health after one more loss, and what to make of it."""
-        probation = on_probation(health)
-        smooth = torch.where(probation, loss, self.smoothing * health.smooth + (1 - self.smoothing) * loss)
+        smooth = _where(on_probation(health), loss, self.smoothing * health.smooth + (1 - self.smoothing) * loss)
         # Size, not sign: losses such as a negative log-likelihood may pass through zero.
-        best = health.best + self.relax * health.best.abs()
-        limit = best + (self.ratio - 1) * best.abs() + self.slack * health.first.abs()
-        sick = ~torch.isfinite(loss) | (smooth > limit)
-        first = torch.where(torch.isfinite(health.first) | sick, health.first, loss)
-        # A sick run's best relaxes too, or one that can never be as good again would go back for ever.
-        best_now = torch.where(sick, best, torch.minimum(best, smooth))
-        safe = ~sick & (loss <= (best + limit) / 2)  # a point at the brink is no place to go back to
-        return Health(first, best_now, torch.where(sick, torch.inf, smooth)), Verdict(sick, safe)
+        best = health.best + self.relax * abs(health.best)
+        limit = best + (self.ratio - 1) * abs(best) + self.slack * abs(health.first)
+        healthy = _finite(loss) & (smooth <= limit)
+        safe = healthy & (loss <= (best + limit) / 2)  # a point at the brink is no place to go back to
+        after = Health(
+            first=_where(_finite(health.first), health.first, _where(healthy, loss, math.inf)),
+            # A sick run's best relaxes too, or one that can never be as good again would go back for ever.
+            best=_where(healthy & (smooth < best), smooth, best),
+            smooth=_where(healthy, smooth, math.inf),
+        )
+        return after, Verdict(healthy, safe)
 
 
-def on_probation(health: Health) -> Tensor:
-    return torch.isinf(health.smooth)
+def on_probation(health: Health) -> Truth:
+    return health.smooth == math.inf
 
 
 def probation_step(step: int) -> bool:
@@ -89,3 +95,13 @@ def probation_step(step: int) -> bool:
     A learning rate far too high can ruin a network in one step (dead units), at a loss that later looks harmless.
     """
     return step > 0 and step & (step - 1) == 0
+
+
+def _finite(number: Number) -> Truth:
+    return abs(number) < math.inf  # false for NaN as well
+
+
+def _where(truth: Truth, then: Number, otherwise: Number) -> Number:
+    if isinstance(truth, Tensor):
+        return torch.where(truth, then, otherwise)
+    return then if truth else otherwise

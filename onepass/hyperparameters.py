@@ -126,6 +126,8 @@ class Hyperparameter:
         exact = start.to(self._exact) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=self._exact)
         self.bounds = _checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds)
         self.raw = TRANSFORMS[transform].to_raw(exact)
+        ends = TRANSFORMS[transform].to_raw(torch.tensor(self.bounds, dtype=torch.float64))
+        self._raw_bounds = sorted(ends.tolist())  # log10-of-one-minus falls: its lower end is the upper bound
 
     def pull_back(self, natural_gradient: Tensor) -> Tensor:
         """The gradient in raw space, from the gradient in natural space (chain rule)."""
@@ -133,11 +135,8 @@ class Hyperparameter:
 
     def refresh(self) -> None:
         """Put ``raw`` back inside the bounds and bring ``value`` up to date with it."""
-        transform = TRANSFORMS[self.transform]
-        ends = [transform.to_raw(torch.tensor(b, dtype=torch.float64)) for b in self.bounds]
-        low, high = sorted(float(end) for end in ends)  # log10-of-one-minus falls: its lower end is the upper bound
-        self.raw.clamp_(low, high)
-        self.value.copy_(transform.to_natural(self.raw).clamp(*self.bounds))
+        self.raw.clamp_(*self._raw_bounds)
+        self.value.copy_(TRANSFORMS[self.transform].to_natural(self.raw).clamp_(*self.bounds))
 
     def set(self, natural: float | Tensor) -> None:
         """Move to a natural value; one outside the bounds ends up on the nearest."""

@@ -130,12 +130,20 @@ class Snapshot:
 
 
 def named_values(group: Group) -> dict[str, Any]:
-    """A param group's entries by the names rules use: ``betas`` becomes ``beta1``, ``beta2``."""
+    """All of a param group's entries by the names rules use: ``betas`` becomes ``beta1``, ``beta2``."""
     values = {name: value for name, value in group.items() if name != "params"}
     for name in [name for name, value in values.items() if isinstance(value, (tuple, list))]:
         for i, value in enumerate(values.pop(name), start=1):
             values[f"{name.removesuffix('s')}{i}"] = value
     return values
+
+
+def read_value(group: Group, name: str) -> Any:
+    """One entry by the name rules use, or ``None``."""
+    if name in group:
+        return group[name]
+    entries = group.get(name[:-1] + "s", ())
+    return entries[int(name[-1]) - 1] if isinstance(entries, (tuple, list)) and entries else None
 
 
 def write_value(group: Group, name: str, value: Tensor) -> None:

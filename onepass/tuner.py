@@ -20,7 +20,7 @@ from onepass.guard import Guard, Health, Verdict, on_probation, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
 from onepass.rules import rule_of
-from onepass.snapshot import Snapshot, named_values
+from onepass.snapshot import Snapshot, read_value
 
 HyperOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -34,7 +34,7 @@ def default_hyper_optimizer(raw: list[Tensor]) -> torch.optim.Optimizer:
     *Departs from the paper* (0.05): a short memory (``beta2``), since hypergradients shrink by orders of magnitude
     during a run and a long one would remember only the first; and no ``eps``, since they may all be tiny.
     """
-    return torch.optim.Adam(raw, lr=0.1, betas=(0.9, 0.95), eps=1e-30, foreach=True)
+    return torch.optim.Adam(raw, lr=0.1, betas=(0.9, 0.95), eps=1e-30, fused=True)
 
 
 class Tuner:
@@ -157,7 +157,7 @@ class Tuner:
         """The tuned values in natural units: name -> one a param group. Under an LR scheduler, the base values."""
         found: Values = {}
         for name, row in self._rows.items():
-            fixed = [named_values(group).get(name) for group in self._optimizer.param_groups]
+            fixed = [read_value(group, name) for group in self._optimizer.param_groups]
             found[name] = [_plain(e.hyperparameter.value) if e else f for e, f in zip(row, fixed, strict=False)]
         return found | {name: [_plain(h.value)] for name, h in self._extra.items()}
 
@@ -200,8 +200,8 @@ class Tuner:
             loss, found = self._evaluation.validation(next(self._valid), [*parameters, *inside])
             probation = self._on_probation()
             verdict = self._judge(loss)
-            if verdict is not None and verdict.sick:
-                return self._record(float(loss), guard=self._go_back(float(loss), again=probation))
+            if verdict is not None and not verdict.healthy:
+                return self._record(loss, guard=self._go_back(loss, again=probation))
             gradients = [
                 torch.zeros_like(x) if f is None else f for f, x in zip(found, [*parameters, *inside], strict=True)
             ]
@@ -212,12 +212,12 @@ class Tuner:
                 natural[h] = natural[h] + direct
         if verdict is not None and verdict.safe:
             self._healthy = self._point()
-        return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, float(loss))
+        return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, loss)
 
     @torch.no_grad()
     def _move(self, raw: dict[Hyperparameter, Tensor], loss: float) -> TunerStep:
         """Move the hyperparameters down their gradients, unless something is not finite."""
-        if not math.isfinite(loss) or not all(bool(torch.isfinite(g).all()) for g in raw.values()):
+        if not math.isfinite(loss) or not all(_is_finite(g) for g in raw.values()):
             self.skipped += 1
             reason = "a hypergradient" if math.isfinite(loss) else "the validation loss"
             return self._record(loss, raw, skipped=f"{reason} is not finite")
@@ -244,7 +244,7 @@ class Tuner:
         slopes |= {name: [show(h)] for name, h in self._extra.items()}
         return TunerStep(self._steps, self.values(), slopes, loss, **notes)
 
-    def _try_loss(self) -> Tensor:
+    def _try_loss(self) -> float:
         """One evaluation before anything is changed, so that a bad loss is told at once."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._evaluation.names_of(parameters)
@@ -252,7 +252,7 @@ class Tuner:
         loss, gradients = self._evaluation.validation(self._valid.peek(), trained)
         if all(gradient is None for gradient in gradients):
             raise ValueError("loss must depend on the parameters of optimizer, but its gradient reaches none of them")
-        return loss.double().cpu()
+        return loss
 
     def _new_hyper_optimizer(self) -> torch.optim.Optimizer:
         return self._make_hyper_optimizer([h.raw for h in self._hyperparameters])
@@ -262,17 +262,17 @@ class Tuner:
     def _probation_step(self) -> TunerStep | None:
         """Between hyper steps: only looks whether the run is about to be lost."""
         assert self._guard is not None and self._health is not None
-        loss = self._evaluation.valid_loss(self._valid.peek()).double().cpu()
+        loss = float(self._evaluation.valid_loss(self._valid.peek()))
         _, verdict = self._guard.judge(self._health, loss)
-        return self._record(float(loss), guard=self._go_back(float(loss), again=True)) if verdict.sick else None
+        return None if verdict.healthy else self._record(loss, guard=self._go_back(loss, again=True))
 
     def _on_probation(self) -> bool:
-        return self._health is not None and bool(on_probation(self._health))
+        return self._health is not None and on_probation(self._health)
 
-    def _judge(self, loss: Tensor) -> Verdict | None:
+    def _judge(self, loss: float) -> Verdict | None:
         if self._guard is None or self._health is None:
             return None
-        self._health, verdict = self._guard.judge(self._health, loss.double().cpu())
+        self._health, verdict = self._guard.judge(self._health, loss)
         return verdict
 
     @torch.no_grad()
@@ -387,6 +387,10 @@ def _checked_extra(extra: Mapping[str, Hyperparameter], tunable: Mapping[str, st
         if name in tunable:
             raise ValueError(f"extra must not reuse the optimizer's names, but got {name!r}")
     return dict(extra)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return math.isfinite(gradient) if gradient.dim() == 0 else bool(torch.isfinite(gradient).all())
 
 
 def _plain(value: Tensor) -> Any:

@@ -16,11 +16,15 @@ from tests.problems import Batch, mlp, mse, regression, train_step
 
 
 def judged(losses: list[float], guard: onepass.Guard) -> list[str]:
-    health = guard.start(torch.tensor(losses[0]))
+    """By plain numbers, after checking that tensors tell the same."""
+    health, tensors = guard.start(losses[0]), guard.start(torch.tensor(losses[:1], dtype=torch.float64))
     verdicts = []
     for loss in losses[1:]:
-        health, verdict = guard.judge(health, torch.tensor(loss))
-        verdicts.append("sick" if verdict.sick else "safe" if verdict.safe else "wait")
+        health, verdict = guard.judge(health, loss)
+        tensors, verdict_of_tensors = guard.judge(tensors, torch.tensor([loss], dtype=torch.float64))
+        assert [truth.item() for truth in verdict_of_tensors] == list(verdict)
+        assert [number.item() for number in tensors] == pytest.approx(list(health), nan_ok=True)
+        verdicts.append("safe" if verdict.safe else "wait" if verdict.healthy else "sick")
     return verdicts
 
 
@@ -59,7 +63,7 @@ def test_replicas_are_judged_apart() -> None:
     guard = onepass.Guard()
     health = guard.start(torch.tensor([1.0, 1.0, 1.0]))
     health, verdict = guard.judge(health, torch.tensor([0.5, math.nan, 100.0]))
-    assert verdict.sick.tolist() == [False, True, True]
+    assert verdict.healthy.tolist() == [True, False, False]
     assert on_probation(health).tolist() == [False, True, True]
 
 

@@ -65,7 +65,7 @@ def finite_difference(step: Step, model: nn.Module, optimizer: torch.optim.Optim
         else:
             group[name] *= 10 ** (sign * 1e-5)
         step(twin, twin_optimizer)
-        losses.append(float(mse(twin, valid)))
+        losses.append(mse(twin, valid).item())
     return (losses[0] - losses[1]) / 2e-5
 
 
@@ -88,7 +88,7 @@ def closed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         loss = mse(model, regression())
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     optimizer.step(closure)
 

@@ -1,0 +1,55 @@
+"""Every example, run as a user runs it, with fewer steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# What to look for in the output; the first group of the first must exceed that of the second.
+CLAIMS: dict[str, tuple[str, str]] = {
+    "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
+    "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
+    "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
+    "per_element.py": (r"one for all: +validation loss (\d+\.\d+)", r"one for each: +validation loss (\d+\.\d+)"),
+    "per_layer.py": (r"one for all: +validation loss (\d+\.\d+)", r"one a layer: +validation loss (\d+\.\d+)"),
+}
+
+
+def run(name: str, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--steps", "600", *options]
+    # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def claimed(name: str, output: str) -> tuple[float, float]:
+    found = [re.search(pattern, output) for pattern in CLAIMS[name]]
+    assert all(found), output
+    larger, smaller = (float(match[1]) for match in found if match)
+    return larger, smaller
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_shows_what_it_claims(name: str, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "picture.png"
+    options = ("--out", str(picture)) if name == "digits.py" else ()
+    larger, smaller = claimed(name, run(name, *options))
+    assert larger > smaller
+    if options:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short_and_says_what_it_shows(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith('"""')
+    assert len(text.splitlines()) < (100 if path.name == "digits.py" else 60)
