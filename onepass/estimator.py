@@ -84,6 +84,7 @@ class Estimator:
             hessian,
             lookback=self._lookback,
             through_state=self._through_state,
+            cotangents=bool(inside),
         )
         mixed = products.mixed(_in_dtype_of(parameters, snapshot.split(cotangents))) if inside else []
         return values, [scale * m for m in mixed]

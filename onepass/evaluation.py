@@ -29,7 +29,7 @@ class Evaluation:
         self._loss = _Wrapped(self.model, loss, "loss")
         self._valid_loss = _Wrapped(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
         self._cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
-        self._random: tuple[Tensor, list[Tensor]] = torch.empty(0), []
+        self._random: tuple[Tensor, list[Tensor]] | None = None
 
     def names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -49,8 +49,12 @@ class Evaluation:
                 yield
         finally:
             self._rewind()
+            self._random = None
 
     def _rewind(self) -> None:
+        """Back to the random state of the beginning, for the same dropout masks in every evaluation."""
+        if self._random is None:
+            return
         state, cuda_states = self._random
         torch.set_rng_state(state)
         for device, cuda_state in zip(self._cuda, cuda_states, strict=True):

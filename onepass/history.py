@@ -101,15 +101,17 @@ class History:
         for panel, (name, lines) in zip(panels, curves.items(), strict=True):
             for label, (steps, values) in lines.items():
                 panel.plot(steps, values, label=label)
-            if all(value > 0 for _, values in lines.values() for value in values):
+            shown = [value for _, values in lines.values() for value in values]
+            if shown and min(shown) > 0 and max(shown) > 5 * min(shown):
                 panel.set_yscale("log")
             panel.set_ylabel(name)
             panel.grid(alpha=0.3)
             if 1 < len(lines) <= 8:
                 panel.legend(fontsize="small")
-        for record in self.records:
-            if record.guard:
-                panels[0].axvline(record.step, color="tab:red", linestyle=":")
+            for record in self.records:
+                if record.guard:
+                    panel.axvline(record.step, color="tab:red", linestyle=":")
+        figure.align_ylabels()
         panels[-1].set_xlabel(
             "weight steps (dotted red: the guard went back)" if any(r.guard for r in self) else "weight steps"
         )

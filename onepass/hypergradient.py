@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onepass.linearise import Linearised, Piece, States
+from onepass.linearise import Linearised, Piece, States, Values
 
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-Values = list[dict[str, Tensor]]
 
 
 def look_back(
@@ -33,6 +32,7 @@ def look_back(
     *,
     lookback: int = 5,
     through_state: bool = True,
+    cotangents: bool = False,
 ) -> tuple[Values, list[Tensor]]:
     r"""Equation (6): :math:`-\nabla L_V(w_1) \sum_{j<i} (I - \partial u/\partial w)^j \partial u/\partial \lambda`.
 
@@ -43,10 +43,11 @@ def look_back(
         hessian: multiplies by the Hessian of the training loss at the old weights; not needed for ``lookback=1``.
         lookback: the number of terms ``i``, which costs ``i - 1`` Hessian products.
         through_state: carry the adjoint through the optimizer's state too. *Departs from the paper*: there ``False``.
+        cotangents: also find what the derivative of the training gradient by a hyperparameter inside the training loss
+            has still to be multiplied by.
 
     Returns:
-        The derivative by each tuned value, and the cotangent of each training gradient: what a hyperparameter inside
-        the training loss has still to be multiplied by.
+        The derivative by each tuned value, and those cotangents (or none).
 
     >>> import torch
     >>> from onepass.rules import RULES
@@ -68,11 +69,15 @@ def look_back(
         a_w, a_s = _one_step_back(linear, a_w, a_s, hessian)
         sum_w = [total + a for total, a in zip(sum_w, a_w, strict=True)]
         sum_s = _added(sum_s, a_s)
-    return linear.to_values(sum_w, sum_s)
+    return linear.to_values(sum_w, sum_s), linear.to_gradient(sum_w, sum_s) if cotangents else []
 
 
 def unrolled(
-    steps: Sequence[Sequence[Piece]], valid_gradient: Sequence[Tensor], hessians: Sequence[Product | None]
+    steps: Sequence[Sequence[Piece]],
+    valid_gradient: Sequence[Tensor],
+    hessians: Sequence[Product | None],
+    *,
+    cotangents: bool = False,
 ) -> tuple[Values, list[list[Tensor]]]:
     """The exact derivative through the last real steps (differentiation through optimisation).
 
@@ -82,7 +87,7 @@ def unrolled(
         hessians: multiplies by the training Hessian of each step; the oldest is never used and may be ``None``.
 
     Returns:
-        The derivative by each tuned value held constant over all steps, and the cotangents of each step's gradient.
+        The derivative by each tuned value, held constant over all steps, and the ``cotangents`` of each step.
     """
     if not steps:
         raise ValueError("steps must hold at least one step, but got none")
@@ -91,8 +96,9 @@ def unrolled(
     gradients: list[list[Tensor]] = []
     for t in reversed(range(len(steps))):
         linear = Linearised(steps[t])
-        values, b_g = linear.to_values(a_w, a_s)
-        total, gradients = _added(total, values), [b_g, *gradients]
+        total = _added(total, linear.to_values(a_w, a_s))
+        if cotangents:
+            gradients = [linear.to_gradient(a_w, a_s), *gradients]
         if t > 0:
             product = hessians[t]
             if product is None:

@@ -62,7 +62,7 @@ TRANSFORMS = {
 # greedy search from a tiny learning rate would do.
 DEFAULT_BOUNDS = {
     "lr": (1e-10, 1.0),
-    "weight_decay": (1e-8, 1.0),
+    "weight_decay": (1e-8, 1e-2),
     "momentum": (0.01, 0.99),
     "beta1": (0.01, 0.98),
     "beta2": (0.97, 0.99999),

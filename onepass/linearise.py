@@ -1,8 +1,8 @@
-"""One weight step, evaluated once and kept, to be multiplied by its transposed Jacobians."""
+"""One weight step as a function, to be multiplied by its transposed Jacobians."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 from onepass.rules import Update
 
 States = list[dict[str, Tensor]]
+Values = list[dict[str, Tensor]]
+
+# Up to this many weights the evaluated step is kept and used again; beyond, it is evaluated anew, piece by piece, since
+# its intermediate results would take several times the memory of the weights.
+KEPT = 2**22
 
 
 class Piece(NamedTuple):
@@ -28,57 +33,81 @@ class Piece(NamedTuple):
 
 
 class Linearised:
-    """The update ``u`` and the next state of every piece, as functions of fresh leaves.
+    """Jacobian products of the update ``u`` and of the next state, which ``states=False`` leaves out.
 
-    ``states=False`` leaves the optimizer's state out of the adjoint.
+    ``a_w`` and ``a_s`` are adjoints: what comes in is the cotangent ``(-a_w, a_s)`` of ``(u, s')``, one a piece.
     """
 
     def __init__(self, step: Sequence[Piece], *, states: bool = True) -> None:
-        self._leaves = [_Leaves(piece) for piece in step]
-        self._carried = [tuple(leaf.state) if states else () for leaf in self._leaves]
-        self._updates: list[Tensor] = []
-        self._states: States = []
-        for piece, leaf in zip(step, self._leaves, strict=True):
-            u, state = piece.update(leaf.values, leaf.weights, leaf.gradient, leaf.all_state)
-            self._updates.append(u)
-            self._states.append({key: value for key, value in state.items() if isinstance(value, Tensor)})
+        self._step, self._states = step, states
+        small = sum(piece.weights.numel() for piece in step) <= KEPT
+        self._kept = [_Graph(piece) for piece in step] if small else None
 
     def to_weights(self, a_w: Sequence[Tensor], a_s: States) -> tuple[list[Tensor], list[Tensor], States]:
-        """``b_w, b_g, b_s``: cotangents ``(-a_w, a_s)`` of ``(u, s')``, pulled back to weights, gradient and state."""
-        wanted = [leaf.weights for leaf in self._leaves] + [leaf.gradient for leaf in self._leaves]
-        wanted += [leaf.state[key] for leaf, keys in zip(self._leaves, self._carried, strict=True) for key in keys]
-        found = self._pull_back(a_w, a_s, wanted)
-        n = len(self._leaves)
-        rest = iter(found[2 * n :])
-        return found[:n], found[n : 2 * n], [{key: next(rest) for key in keys} for keys in self._carried]
+        """``b_w, b_g, b_s``: pulled back to weights, gradient and state."""
+        b_w: list[Tensor] = []
+        b_g: list[Tensor] = []
+        b_s: States = []
+        for part, graphs in self._parts():
+            keys = [tuple(graph.state) if self._states else () for graph in graphs]
+            wanted = [graph.weights for graph in graphs] + [graph.gradient for graph in graphs]
+            wanted += [graph.state[key] for graph, names in zip(graphs, keys, strict=True) for key in names]
+            found = iter(_pull_back(graphs, a_w[part], a_s[part], wanted))
+            b_w += [next(found) for _ in graphs]
+            b_g += [next(found) for _ in graphs]
+            b_s += [{key: next(found) for key in names} for names in keys]
+        return b_w, b_g, b_s
 
-    def to_values(self, a_w: Sequence[Tensor], a_s: States) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """``b_λ, b_g``: the same cotangents, pulled back to the tuned values and the gradient."""
-        wanted = [tensor for leaf in self._leaves for tensor in leaf.tuned.values()]
-        wanted += [leaf.gradient for leaf in self._leaves]
-        found = iter(self._pull_back(a_w, a_s, wanted))
-        values = [{name: next(found) for name in leaf.tuned} for leaf in self._leaves]
-        return values, list(found)
+    def to_values(self, a_w: Sequence[Tensor], a_s: States) -> Values:
+        """``b_λ``: pulled back to the tuned values."""
+        values: Values = []
+        for part, graphs in self._parts():
+            wanted = [tensor for graph in graphs for tensor in graph.tuned.values()]
+            found = iter(_pull_back(graphs, a_w[part], a_s[part], wanted))
+            values += [{name: next(found) for name in graph.tuned} for graph in graphs]
+        return values
 
-    def _pull_back(self, a_w: Sequence[Tensor], a_s: States, wanted: list[Tensor]) -> list[Tensor]:
-        pairs = [(u, -a) for u, a in zip(self._updates, a_w, strict=True)]
-        for state, cotangents in zip(self._states, a_s, strict=True):
-            # A state that depends on nothing we follow (a constant of the very first step) ends the walk here.
-            pairs += [(state[key], a) for key, a in cotangents.items() if key in state and state[key].requires_grad]
-        outputs, incoming = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(x) if f is None else f for f, x in zip(found, wanted, strict=True)]
+    def to_gradient(self, a_w: Sequence[Tensor], a_s: States) -> list[Tensor]:
+        """``b_g``: pulled back to the training gradient alone."""
+        found: list[Tensor] = []
+        for part, graphs in self._parts():
+            found += _pull_back(graphs, a_w[part], a_s[part], [graph.gradient for graph in graphs])
+        return found
+
+    def _parts(self) -> Iterator[tuple[slice, list[_Graph]]]:
+        if self._kept is not None:
+            yield slice(None), self._kept
+            return
+        for i, piece in enumerate(self._step):
+            yield slice(i, i + 1), [_Graph(piece)]
 
 
-class _Leaves:
-    """A piece with every tensor replaced by a leaf."""
+class _Graph:
+    """A piece evaluated on fresh leaves: the caller's tensors stay as they are."""
 
     def __init__(self, piece: Piece) -> None:
         self.weights, self.gradient = _leaf(piece.weights), _leaf(piece.gradient)
         self.tuned = {name: _leaf(piece.values[name]) for name in piece.tuned}
-        self.values = {**piece.values, **self.tuned}
         self.state = {key: _leaf(value) for key, value in piece.state.items() if isinstance(value, Tensor)}
-        self.all_state = {**piece.state, **self.state}
+        self.update, self.next_state = piece.update(
+            {**piece.values, **self.tuned}, self.weights, self.gradient, {**piece.state, **self.state}
+        )
+
+    def follows(self, key: str) -> bool:
+        """Whether a state depends on anything here; a constant of the very first step does not."""
+        state = self.next_state.get(key)
+        return isinstance(state, Tensor) and state.requires_grad
+
+
+def _pull_back(graphs: Sequence[_Graph], a_w: Sequence[Tensor], a_s: States, wanted: list[Tensor]) -> list[Tensor]:
+    if not wanted:
+        return []
+    pairs = [(graph.update, -a) for graph, a in zip(graphs, a_w, strict=True)]
+    for graph, cotangents in zip(graphs, a_s, strict=True):
+        pairs += [(graph.next_state[key], a) for key, a in cotangents.items() if graph.follows(key)]
+    outputs, incoming = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if f is None else f for f, x in zip(found, wanted, strict=True)]
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ of sixty small tensors costs one kernel an operation, not sixty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 Group = dict[str, Any]
 
-
-# Set to zero when a diverged run goes back: what pushed it over the edge must not push again.
-MOMENTA = ("momentum_buffer", "exp_avg")
+# A piece ends at about this many weights: what is computed of it at once should stay small beside a large model.
+LARGEST = 2**22
 
 
 class Joined(NamedTuple):
@@ -51,7 +50,7 @@ class Snapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # The values the step really used, a scheduler's factor included.
         self.values = [named_values(group) for group in optimizer.param_groups]
-        self.everything = [_joined(optimizer, *key_and_members) for key_and_members in self._shares(optimizer).items()]
+        self.everything = [_joined(optimizer, *key_and_members) for key_and_members in _sharing(optimizer).items()]
         self.pieces: list[Joined] = []
         self.gradients: list[Tensor] = []
 
@@ -82,51 +81,21 @@ class Snapshot:
         """The reverse of ``join``, as views."""
         return [view for piece, tensor in zip(self.pieces, joined, strict=True) for view in piece.views(tensor)]
 
-    @torch.no_grad()
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go back to the weights and the optimizer state before the step, at rest (momentum cleared)."""
-        for piece in self.everything:
-            for p, weights in zip(piece.parameters, piece.views(piece.weights), strict=True):
-                p.copy_(weights)
-                state = optimizer.state.get(p, {})
-                for key in set(state) - {*piece.state, *piece.scalars}:
-                    del state[key]
-                for key, number in piece.scalars.items():
-                    state[key] = state[key].fill_(number) if isinstance(state[key], Tensor) else number
-            for key, value in piece.state.items():
-                for p, view in zip(piece.parameters, piece.views(value), strict=True):
-                    optimizer.state[p][key].copy_(torch.zeros_like(view) if key in MOMENTA else view)
 
-    def state_dict(self, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-        """What ``restore`` needs, in plain containers."""
-        return [
-            {**piece._asdict(), "parameters": [names[p] for p in piece.parameters], "state": dict(piece.state)}
-            for piece in self.everything
-        ]
-
-    @classmethod
-    def from_state_dict(cls, state: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> Snapshot:
-        snapshot = cls.__new__(cls)
-        snapshot.values, snapshot.pieces, snapshot.gradients = [], [], []
-        snapshot.everything = [
-            Joined(**{**piece, "parameters": [parameters[name] for name in piece["parameters"]]}) for piece in state
-        ]
-        return snapshot
-
-    @staticmethod
-    def _shares(optimizer: torch.optim.Optimizer) -> dict[Any, list[nn.Parameter]]:
-        """Who can share a piece: same group, same kind of tensor, same age; nobody where values have a shape."""
-        shares: dict[Any, list[nn.Parameter]] = {}
-        for g, group in enumerate(optimizer.param_groups):
-            shaped = any(isinstance(v, Tensor) and v.dim() > 0 for v in named_values(group).values())
-            for i, p in enumerate(group["params"]):
-                state = optimizer.state.get(p, {})
-                scalars = tuple(
-                    (k, float(v)) for k, v in state.items() if v is not None and not _is_tensor_state(k, v, p)
-                )
-                kinds = tuple(k for k, v in state.items() if v is not None and _is_tensor_state(k, v, p))
-                shares.setdefault((g, scalars, kinds, p.dtype, p.device, i if shaped else -1), []).append(p)
-        return shares
+def _sharing(optimizer: torch.optim.Optimizer) -> dict[Any, list[nn.Parameter]]:
+    """Who can share a piece: same group, same kind of tensor, same age; nobody where values have a shape."""
+    shares: dict[Any, list[nn.Parameter]] = {}
+    sizes: dict[Any, int] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        shaped = any(isinstance(v, Tensor) and v.dim() > 0 for v in named_values(group).values())
+        for i, p in enumerate(group["params"]):
+            state = {key: value for key, value in optimizer.state.get(p, {}).items() if value is not None}
+            tensors = tuple(key for key, value in state.items() if _is_tensor_state(key, value, p))
+            scalars = tuple((key, float(value)) for key, value in state.items() if key not in tensors)
+            kind = (g, scalars, tensors, p.dtype, p.device, i if shaped else -1)
+            sizes[kind] = sizes.get(kind, 0) + p.numel()
+            shares.setdefault((*kind, sizes[kind] // LARGEST), []).append(p)
+    return shares
 
 
 def named_values(group: Group) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from onepass.evaluation import Evaluation, LossFunction
 from onepass.guard import Guard, Health, Verdict, on_probation, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
+from onepass.recovery import Point
 from onepass.rules import rule_of
 from onepass.snapshot import Snapshot, read_value
 
@@ -122,7 +123,7 @@ class Tuner:
             self._valid = Cycle(valid)
             first = self._try_loss()
         self._health = guard.start(first) if guard else None
-        self._healthy: _Point | None = None
+        self._healthy: Point | None = None
         self._snapshot: Snapshot | None = None
         self._steps, self._stepped, self._followed = 0, False, False
         self.skipped = 0
@@ -284,9 +285,7 @@ class Tuner:
         """
         assert self._guard is not None and self._healthy is not None
         point, down = self._healthy, 10**-self._guard.backoff
-        point.snapshot.restore(self._optimizer)
-        for buffer, saved in zip(self._evaluation.model.buffers(), point.buffers, strict=True):
-            buffer.copy_(saved)
+        point.restore(self._evaluation.model, self._optimizer)
         rates = {e.hyperparameter for e in self._entries if e.name == "lr"}
         for h, value in zip(self._hyperparameters, point.values, strict=True):
             h.set(value * down if h in rates else h.start if again else value)
@@ -296,22 +295,20 @@ class Tuner:
         self._healthy = point._replace(values=[h.value.clone() for h in self._hyperparameters])
         did = f"validation loss {loss:g}: went back to step {point.step}" + (f", lr x {down:.3g}" if rates else "")
         if not any(record.guard for record in self.history):
-            warnings.warn(f"the run diverged at step {self._steps}: {did}; see tuner.history", stacklevel=4)
+            warnings.warn(f"the run diverged at step {self._steps}: {did}; see tuner.history", stacklevel=5)
         return did
 
-    def _point(self) -> _Point:
+    def _point(self) -> Point:
         """A point to go back to: before the step just snapshot."""
         assert self._snapshot is not None
         values = [h.value.clone() for h in self._hyperparameters]
         buffers = [buffer.clone() for buffer in self._evaluation.model.buffers()]
-        return _Point(max(self._steps - 1, 0), self._snapshot, values, buffers)
+        return Point(max(self._steps - 1, 0), self._snapshot.everything, values, buffers)
 
     # --- saving ---
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on bit for bit, in plain containers. Save it beside the optimizer's."""
-        names = {p: name for name, p in self._evaluation.model.named_parameters()}
-        healthy = self._healthy
         return {
             "labels": self._labels(),
             "steps": self._steps,
@@ -324,7 +321,7 @@ class Tuner:
             "curvature": self._estimator.curvature,
             "valid_position": self._valid.position,
             "health": list(self._health) if self._health else None,
-            "healthy": healthy and {**healthy._asdict(), "snapshot": healthy.snapshot.state_dict(names)},
+            "healthy": self._healthy.state_dict(self._evaluation.model) if self._healthy else None,
             "history": self.history.to_dict(),
         }
 
@@ -344,7 +341,8 @@ class Tuner:
         self._hyper_optimizer.load_state_dict(state["hyper_optimizer"])
         self._estimator.curvature = state["curvature"]
         self._health = Health(*state["health"]) if state["health"] else None
-        self._healthy = _loaded_point(state["healthy"], dict(self._evaluation.model.named_parameters()))
+        healthy = state["healthy"]
+        self._healthy = Point.from_state_dict(healthy, self._evaluation.model) if healthy else None
         records = [TunerStep(**record) for record in state["history"]["records"]]
         self.history = History(state["history"]["start"], records)
         with self._evaluation.undisturbed():
@@ -354,19 +352,6 @@ class Tuner:
         """Name, group and shape of everything tuned: two tuners with the same labels can exchange their states."""
         labels = [f"{e.name}[{e.index}] {tuple(e.hyperparameter.raw.shape)}" for e in self._entries]
         return labels + [f"{name} {tuple(h.raw.shape)}" for name, h in self._extra.items()]
-
-
-class _Point(NamedTuple):
-    step: int
-    snapshot: Snapshot
-    values: list[Tensor]
-    buffers: list[Tensor]
-
-
-def _loaded_point(state: Mapping[str, Any] | None, parameters: dict[str, nn.Parameter]) -> _Point | None:
-    if state is None:
-        return None
-    return _Point(**{**state, "snapshot": Snapshot.from_state_dict(state["snapshot"], parameters)})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
 LAYERS = [
     {"version", "hyperparameters", "rules", "curvature", "guard", "batches"},
     {"linearise", "evaluation", "snapshot"},
-    {"hypergradient", "entries", "history", "optim"},
+    {"hypergradient", "entries", "history", "optim", "recovery"},
     {"estimator"},
     {"tuner"},
     {"__init__"},

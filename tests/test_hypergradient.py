@@ -129,7 +129,7 @@ def assert_equal(found: Values, expected: Values, tolerance: float = 1e-10) -> N
 def test_one_term_equals_autograd_and_central_differences_through_one_step(case: Case) -> None:
     problem = Quadratic()
     steps, after = record(case, problem, 1)
-    (found,), (b_g,) = look_back(steps[-1], [problem.valid_gradient(after)], lookback=1)
+    (found,), (b_g,) = look_back(steps[-1], [problem.valid_gradient(after)], lookback=1, cotangents=True)
     assert_equal({**found, "pull": -b_g @ problem.c}, through_hand_written_steps(case, problem, 1))
     size = 1e-5
     for name, value in tensors(case).items():
@@ -146,10 +146,10 @@ def test_unrolled_equals_autograd_through_hand_written_steps(case: Case, factors
     values = {name: value * torch.tensor(factors) for name, value in tensors(case).items()}
     steps, after = record(case, problem, count, values)
     hessians = [None, *[problem.product] * (count - 1)]  # the oldest step's is never used
-    (found,), cotangents = unrolled(steps, [problem.valid_gradient(after)], hessians)
+    (found,), cotangents = unrolled(steps, [problem.valid_gradient(after)], hessians, cotangents=True)
     pull = sum((-b_g @ problem.c for (b_g,) in cotangents), start=torch.tensor(0.0))
     assert_equal({**found, "pull": pull}, through_hand_written_steps(case, problem, count, values))
-    newest = look_back(steps[-1], [problem.valid_gradient(after)], lookback=1)[1]
+    newest = look_back(steps[-1], [problem.valid_gradient(after)], lookback=1, cotangents=True)[1]
     torch.testing.assert_close(cotangents[-1], newest)  # oldest first, as the steps
 
 
@@ -169,7 +169,7 @@ def test_at_rest_the_series_equals_as_many_unrolled_steps(terms: int, momentum: 
     values = {**tensors(case), "momentum": torch.tensor(momentum)}
     piece = at_rest(problem, values)
     v = problem.valid_gradient(piece.weights)
-    (found,), (b_g,) = look_back([piece], [v], problem.product, lookback=terms)
+    (found,), (b_g,) = look_back([piece], [v], problem.product, lookback=terms, cotangents=True)
     expected = through_hand_written_steps(case, problem, terms, values)
     assert_equal({**found, "pull": -b_g @ problem.c}, expected)
     assert abs(float(expected["weight_decay"])) > 1e-2
@@ -181,7 +181,9 @@ def test_many_terms_tend_to_the_implicit_gradient(through_state: bool) -> None:
     problem, values = Quadratic(), tensors(CASES["sgd"])
     piece = at_rest(problem, values)
     v = problem.valid_gradient(piece.weights)
-    (found,), (b_g,) = look_back([piece], [v], problem.product, lookback=400, through_state=through_state)
+    (found,), (b_g,) = look_back(
+        [piece], [v], problem.product, lookback=400, cotangents=True, through_state=through_state
+    )
     adjoint = solved(problem.hessian + values["weight_decay"] * torch.eye(4), v)
     torch.testing.assert_close(found["weight_decay"], -adjoint @ piece.weights)
     torch.testing.assert_close(-b_g @ problem.c, adjoint @ problem.c)
@@ -248,13 +250,13 @@ def test_pieces_may_be_cut_anywhere(case: Case, shape: tuple[int, ...]) -> None:
     problem = Quadratic()
     steps, after = record(case, problem, 3, {name: value.expand(shape) for name, value in tensors(case).items()})
     v = problem.valid_gradient(after)
-    (whole,), (cotangent,) = look_back(steps[-1], [v], problem.product, lookback=4)
+    (whole,), (cotangent,) = look_back(steps[-1], [v], problem.product, lookback=4, cotangents=True)
     halves = [cut(steps[-1][0], slice(0, 1)), cut(steps[-1][0], slice(1, 4))]
 
     def product(parts: Sequence[Tensor]) -> list[Tensor]:
         return list((problem.hessian @ torch.cat(list(parts))).split([1, 3]))
 
-    (first, second), cotangents = look_back(halves, v.split([1, 3]), product, lookback=4)
+    (first, second), cotangents = look_back(halves, v.split([1, 3]), product, lookback=4, cotangents=True)
     joined = {k: torch.cat([first[k], second[k]]) if shape else first[k] + second[k] for k in whole}
     assert_equal({**joined, "g": torch.cat(cotangents)}, {**whole, "g": cotangent})
 
