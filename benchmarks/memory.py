@@ -102,12 +102,14 @@ class Peak(NamedTuple):
 
 def extra(device: str, optimizer: str, lookback: int, guard: bool) -> Peak:
     plain, tuned = (_run(device, optimizer, options) for options in (None, (lookback, guard)))
-    weights = 4 * sum(p.numel() for p in wide().parameters())
+    weights = 4 * sum(p.numel() for p in deep().parameters())
     return Peak((tuned[0] - plain[0]) / weights, (tuned[1] - plain[1]) / weights)
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+def deep() -> nn.Module:
+    """Eight million weights in many tensors, as large models have them."""
+    layers = [layer for _ in range(30) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(512, 10))
 
 
 def _run(device: str, name: str, options: tuple[int, bool] | None) -> tuple[int, int]:
@@ -115,7 +117,7 @@ def _run(device: str, name: str, options: tuple[int, bool] | None) -> tuple[int,
 
     def work() -> object:
         torch.manual_seed(0)
-        model = wide().to(device)
+        model = deep().to(device)
         optimizer = OPTIMIZERS[name](model.parameters())
         batch = torch.randn(4, 512, device=device), torch.randint(10, (4,), device=device)
         tuner = None

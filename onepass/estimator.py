@@ -43,7 +43,7 @@ class Estimator:
     ) -> dict[Hyperparameter, Tensor]:
         """Derivatives in natural units, of the validation loss *through the weights*; the direct part is the caller's.
 
-        ``valid_gradient``: one a parameter, at the weights after the step.
+        ``valid_gradient``: at the weights after the step, laid out like the snapshot's pieces.
         """
         try:
             values, mixed = self._series(batch, snapshot, valid_gradient, entries, extra)
@@ -68,7 +68,7 @@ class Estimator:
         pieces = [self._piece(snapshot, i, entries) for i in range(len(snapshot.pieces))]
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
         if self._lookback == 1 and not inside:
-            return look_back(pieces, snapshot.join(valid_gradient), lookback=1)[0], []
+            return look_back(pieces, valid_gradient, lookback=1)[0], []
         products = self._products(batch, snapshot, inside)
         # The step saw a clipped or rescaled gradient: its derivative is the Hessian rescaled alike.
         full = norm(products.gradient)
@@ -80,7 +80,7 @@ class Estimator:
 
         values, cotangents = look_back(
             pieces,
-            snapshot.join(valid_gradient),
+            valid_gradient,
             hessian,
             lookback=self._lookback,
             through_state=self._through_state,

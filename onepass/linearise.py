@@ -15,7 +15,7 @@ Values = list[dict[str, Tensor]]
 
 # Up to this many weights the evaluated step is kept and used again; beyond, it is evaluated anew, piece by piece, since
 # its intermediate results would take several times the memory of the weights.
-KEPT = 2**22
+KEPT = 2**20
 
 
 class Piece(NamedTuple):

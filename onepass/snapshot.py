@@ -15,7 +15,7 @@ from torch import Tensor, nn
 Group = dict[str, Any]
 
 # A piece ends at about this many weights: what is computed of it at once should stay small beside a large model.
-LARGEST = 2**22
+LARGEST = 2**20
 
 
 class Joined(NamedTuple):

@@ -196,24 +196,26 @@ class Tuner:
 
     def _hyper_step(self, batch: Any) -> TunerStep:
         assert self._snapshot is not None
-        parameters, inside = self._snapshot.parameters, [h.value for h in self._extra.values()]
-        with _requiring_grad(inside):
-            loss, found = self._evaluation.validation(next(self._valid), [*parameters, *inside])
+        with _requiring_grad([h.value for h in self._extra.values()]):
+            loss, valid_gradient, direct = self._validation(self._snapshot)
             probation = self._on_probation()
             verdict = self._judge(loss)
             if verdict is not None and not verdict.healthy:
                 return self._record(loss, guard=self._go_back(loss, again=probation))
-            gradients = [
-                torch.zeros_like(x) if f is None else f for f, x in zip(found, [*parameters, *inside], strict=True)
-            ]
-            natural = self._estimator.hypergradients(
-                batch, self._snapshot, gradients[: len(parameters)], self._entries, self._extra
-            )
-            for h, direct in zip(self._extra.values(), gradients[len(parameters) :], strict=True):
-                natural[h] = natural[h] + direct
+            natural = self._estimator.hypergradients(batch, self._snapshot, valid_gradient, self._entries, self._extra)
+        for h, derivative in direct.items():
+            natural[h] = natural[h] + derivative
         if verdict is not None and verdict.safe:
             self._healthy = self._point()
         return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, loss)
+
+    def _validation(self, snapshot: Snapshot) -> tuple[float, list[Tensor], dict[Hyperparameter, Tensor]]:
+        """The validation loss after the step, its gradient by the weights, and directly by the extras it depends on."""
+        parameters, extra = snapshot.parameters, list(self._extra.values())
+        loss, found = self._evaluation.validation(next(self._valid), [*parameters, *(h.value for h in extra)])
+        by_weights = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=False)]
+        by_extra = zip(extra, found[len(parameters) :], strict=True)
+        return loss, snapshot.join(by_weights), {h: g for h, g in by_extra if g is not None}
 
     @torch.no_grad()
     def _move(self, raw: dict[Hyperparameter, Tensor], loss: float) -> TunerStep:
