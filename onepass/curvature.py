@@ -121,12 +121,12 @@ def finite_difference(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Prod
     wanted = [*weights, *extra]
     here = _grad(loss(weights), wanted)
     size = norm(weights)
-    precision = torch.finfo(weights[0].dtype).eps ** 0.5
+    precision = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5
 
     def along(v: Tensors) -> list[Tensor]:
         length = norm(v)
-        if not length > 0:  # also catches NaN, whose derivative is of no use to anyone
-            return [x * 0 for x in here]
+        if length == 0:
+            return [torch.zeros_like(x) for x in here]
         epsilon = precision * (1 + size) / length
         moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
         there = _grad(loss(moved), [*moved, *extra])
@@ -183,9 +183,9 @@ def _sum(*lists: Tensors) -> list[Tensor]:
 
 def norm(tensors: Tensors) -> float:
     """The Euclidean norm of all of them together."""
-    exact_enough = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(t.detach(), dtype=exact_enough) for t in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    norms = [torch.linalg.vector_norm(t.detach().to(torch.promote_types(t.dtype, torch.float32))) for t in tensors]
+    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, wide) for n in norms])))
 
 
 @contextmanager

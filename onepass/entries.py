@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,35 +21,56 @@ from onepass.snapshot import Group, read_value, write_value
 Entries = dict[str, list["Entry | None"]]
 
 
+class Used(NamedTuple):
+    """A tuned value as one weight step really used it: ``value`` is the hyperparameter's own times ``factor``."""
+
+    group: int
+    name: str
+    hyperparameter: Hyperparameter
+    value: Tensor
+    factor: float
+
+
 class Entry:
-    """One hyperparameter in one param group; tied entries share their ``Hyperparameter``."""
+    """One hyperparameter in one param group; tied entries share their ``Hyperparameter``.
+
+    Attributes:
+        start: the value that a scheduler takes for the base.
+        factor: what a scheduler, or anyone else, has made of ``lr`` since.
+        paused: the user has set the entry to something that cannot be tuned, such as ``weight_decay = 0``.
+    """
 
     def __init__(self, group: Group, index: int, name: str, hyperparameter: Hyperparameter, start: Any) -> None:
-        self.index, self.name, self.hyperparameter = index, name, hyperparameter
-        self.start = start
-        self.factor = 1.0
-        self._written: Any = start
+        self.index, self.name, self.hyperparameter, self.start = index, name, hyperparameter, start
+        self.factor, self.paused = 1.0, False
+        self._written: float | None = None if _has_shape(start) else float(start)
         self.observe(group)
 
     def observe(self, group: Group) -> None:
         """Notice what others wrote since: for ``lr`` a factor, for anything else a new value."""
         now = read_value(group, self.name)
-        if (isinstance(now, Tensor) and now.dim() > 0) or now == self._written:
+        if _has_shape(now) or float(now) == self._written:
             return
+        self._written = float(now)
         if self.name == "lr":
             self.factor = float(now) / float(self.hyperparameter.value)
-        elif in_domain(float(now), self.hyperparameter.transform):
+            return
+        self.paused = not in_domain(float(now), self.hyperparameter.transform)
+        if not self.paused:
             self.hyperparameter.set(float(now))
-        self._written = float(now)
 
-    def effective(self) -> Tensor:
-        """What the optimizer is to use: the tuned value times the scheduler's factor."""
-        return self.hyperparameter.value if self.factor == 1.0 else self.hyperparameter.value * self.factor
+    def used(self, group: Group) -> Used:
+        now = read_value(group, self.name)
+        value = now.clone() if _has_shape(now) else torch.tensor(float(now), dtype=torch.float64)
+        return Used(self.index, self.name, self.hyperparameter, value, self.factor)
 
     def write(self, group: Group) -> None:
-        write_value(group, self.name, self.effective())
+        if self.paused:
+            return
+        value = self.hyperparameter.value
+        write_value(group, self.name, value if self.factor == 1.0 else value * self.factor)
         now = read_value(group, self.name)
-        self._written = now if isinstance(now, Tensor) and now.dim() > 0 else float(now)
+        self._written = None if _has_shape(now) else float(now)
 
 
 def collect(
@@ -69,7 +90,9 @@ def collect(
         starts = [_start(group, name) for group in groups]
         usable = [start is not None and in_domain(start, rule.tunable[name]) for start in starts]
         if any(usable):
-            entries[name] = _entries(groups, name, starts, usable, rule.tunable[name], bounds.get(name), name in tied)
+            entries[name] = _entries(
+                groups, name, starts, usable, rule.tunable[name], bounds.get(name), name in _expanded(tied)
+            )
         elif tune is not None:
             cure = TRANSFORMS[rule.tunable[name]].cure
             raise ValueError(f"{name} cannot be tuned from {starts[0]} in {rule.tunable[name]} space; {cure}")
@@ -90,6 +113,7 @@ def _entries(
         raise ValueError(f"tied {name} must start from one value in all groups, but got {sorted(different)}")
     found: list[Entry | None] = []
     shared: Hyperparameter | None = None
+    _unshare(groups, name)
     for index, (group, start, ok) in enumerate(zip(groups, starts, usable, strict=True)):
         if not ok:
             found.append(None)
@@ -101,19 +125,30 @@ def _entries(
     return found
 
 
-def follow_schedulers(optimizer: torch.optim.Optimizer, entries: Sequence[Entry | None]) -> None:
-    """Show every LR scheduler of this optimizer the learning rate it would see without a tuner.
+def follow_schedulers(
+    optimizer: torch.optim.Optimizer, entries: Sequence[Entry | None], *, resumed: bool
+) -> list[LRScheduler]:
+    """Show every LR scheduler of this optimizer the learning rate it would see without a tuner; returns those found.
 
     Some schedulers multiply what they find in ``group["lr"]``, others (``LambdaLR``, ``OneCycleLR``) overwrite it with
     a function of where they began. Behind this view both only ever move the factor. A scheduler knows its optimizer
     but not the reverse, hence the search among live objects: made once, and only where a scheduler has left its mark.
     """
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched") and not hasattr(optimizer.step, "_with_counter"):
-        return
-    view = _SchedulersView(optimizer, {entry.index: entry for entry in entries if entry is not None})
-    for thing in gc.get_objects():
-        if issubclass(type(thing), LRScheduler) and thing.__dict__.get("optimizer") is optimizer:
-            thing.optimizer = view
+        return []
+    scalar = {entry.index: entry for entry in entries if entry is not None and entry.hyperparameter.raw.dim() == 0}
+    if not resumed:
+        for entry in scalar.values():
+            entry.start = float(entry.hyperparameter.value)
+    view = _SchedulersView(optimizer, scalar)
+    found = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), LRScheduler) and thing.__dict__.get("optimizer") is optimizer
+    ]
+    for scheduler in found:
+        scheduler.optimizer = view
+    return found
 
 
 class _SchedulersView:
@@ -126,6 +161,8 @@ class _SchedulersView:
         return [_GroupView(g, self._entries[i]) if i in self._entries else g for i, g in enumerate(groups)]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # half made, by copy.deepcopy
+            raise AttributeError(name)
         return getattr(self._optimizer, name)
 
 
@@ -163,6 +200,20 @@ def _start(group: Group, name: str) -> Any:
     return read_value(group, name)
 
 
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _unshare(groups: Sequence[Group], name: str) -> None:
+    """torch gives every group the same tensor if the default is one: each needs its own to have its own value."""
+    seen: set[int] = set()
+    for group in groups:
+        value = group.get(name)
+        if isinstance(value, Tensor) and id(value) in seen:
+            group[name] = value.clone()
+        seen.add(id(group.get(name)))
+
+
 def _expanded(tune: Sequence[str]) -> list[str]:
     return [name for given in tune for name in (("beta1", "beta2") if given == "betas" else (given,))]
 
@@ -175,7 +226,7 @@ def _check_names(
             f"tune and tied must be tuples of names, but got the string {tune if isinstance(tune, str) else tied!r}"
         )
     known = sorted(rule.tunable)
-    for argument, names in (("tune", _expanded(tune or ())), ("tied", tied), ("bounds", bounds)):
+    for argument, names in (("tune", _expanded(tune or ())), ("tied", _expanded(tied)), ("bounds", bounds)):
         for name in names:
             if name not in rule.tunable:
                 raise ValueError(f"names in {argument} must be among {known}, but got {name!r}")

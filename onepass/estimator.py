@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onepass.curvature import CURVATURES, FIRST_ORDER, NoSecondDerivative, Products, norm
-from onepass.entries import Entry
+from onepass.entries import Used
 from onepass.evaluation import Evaluation
 from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
@@ -31,14 +31,16 @@ class Estimator:
             raise ValueError(f"curvature must be 'auto' or one of {sorted(CURVATURES)}, but got {curvature!r}")
         self._evaluation, self._rule = evaluation, rule
         self._lookback, self._through_state = lookback, through_state
-        self.curvature, self._may_fall_back = ("exact", True) if curvature == "auto" else (curvature, False)
+        self._rule_checked = False
+        self._asked = curvature
+        self.curvature = "exact" if curvature == "auto" else curvature
 
     def hypergradients(
         self,
         batch: Any,
         snapshot: Snapshot,
         valid_gradient: Sequence[Tensor],
-        entries: Sequence[Entry],
+        used: Sequence[Used],
         extra: Mapping[str, Hyperparameter],
     ) -> dict[Hyperparameter, Tensor]:
         """Derivatives in natural units, of the validation loss *through the weights*; the direct part is the caller's.
@@ -46,13 +48,13 @@ class Estimator:
         ``valid_gradient``: at the weights after the step, laid out like the snapshot's pieces.
         """
         try:
-            values, mixed = self._series(batch, snapshot, valid_gradient, entries, extra)
+            values, mixed = self._series(batch, snapshot, valid_gradient, used, extra)
         except NoSecondDerivative as error:
-            self._fall_back(error)
-            values, mixed = self._series(batch, snapshot, valid_gradient, entries, extra)
+            self._fall_back_from(error)
+            values, mixed = self._series(batch, snapshot, valid_gradient, used, extra)
         total = dict(zip(extra.values(), mixed, strict=True))
         for joined, derivatives in zip(snapshot.pieces, values, strict=True):
-            for entry in _of_group(entries, joined.group):
+            for entry in _of_group(used, joined.group):
                 h, derivative = entry.hyperparameter, entry.factor * derivatives[entry.name]
                 total[h] = total[h] + derivative if h in total else derivative
         return total
@@ -62,21 +64,22 @@ class Estimator:
         batch: Any,
         snapshot: Snapshot,
         valid_gradient: Sequence[Tensor],
-        entries: Sequence[Entry],
+        used: Sequence[Used],
         extra: Mapping[str, Hyperparameter],
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        pieces = [self._piece(snapshot, i, entries) for i in range(len(snapshot.pieces))]
+        pieces = [self._piece(snapshot, i, used) for i in range(len(snapshot.pieces))]
+        if not self._rule_checked:
+            self._rule_checked = True
+            _check_rule(pieces, snapshot)
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
         if self._lookback == 1 and not inside:
             return look_back(pieces, valid_gradient, lookback=1)[0], []
         products = self._products(batch, snapshot, inside)
-        # The step saw a clipped or rescaled gradient: its derivative is the Hessian rescaled alike.
-        full = norm(products.gradient)
-        scale = norm(snapshot.gradients) / full if full > 0 else 1.0
+        through_clipping = _clipping(snapshot.gradients, snapshot.join(products.gradient))
 
         def hessian(cotangents: Sequence[Tensor]) -> list[Tensor]:
-            found = products.hessian(_in_dtype_of(parameters, snapshot.split(cotangents)))
-            return [product.mul_(scale) for product in snapshot.join(found)]
+            unclipped = snapshot.split(through_clipping(cotangents))
+            return snapshot.join(products.hessian(_in_dtype_of(parameters, unclipped)))
 
         values, cotangents = look_back(
             pieces,
@@ -86,12 +89,14 @@ class Estimator:
             through_state=self._through_state,
             cotangents=bool(inside),
         )
-        mixed = products.mixed(_in_dtype_of(parameters, snapshot.split(cotangents))) if inside else []
-        return values, [scale * m for m in mixed]
+        if not inside:
+            return values, []
+        unclipped = snapshot.split(through_clipping(cotangents))
+        return values, products.mixed(_in_dtype_of(parameters, unclipped))
 
-    def _piece(self, snapshot: Snapshot, index: int, entries: Sequence[Entry]) -> Piece:
+    def _piece(self, snapshot: Snapshot, index: int, used: Sequence[Used]) -> Piece:
         joined = snapshot.pieces[index]
-        tuned = {entry.name: entry.effective() for entry in _of_group(entries, joined.group)}
+        tuned = {entry.name: entry.value for entry in _of_group(used, joined.group)}
         values = {**snapshot.values[joined.group], **tuned}
         state = {**joined.scalars, **joined.state}
         if "mu_product" in joined.scalars:  # NAdam's one number that hyperparameters move: it is differentiated too
@@ -106,8 +111,16 @@ class Estimator:
         loss = self._evaluation.training(batch, names, twice=self.curvature not in FIRST_ORDER)
         return CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
 
-    def _fall_back(self, error: NoSecondDerivative) -> None:
-        if not self._may_fall_back:
+    @property
+    def fell_back(self) -> bool:
+        return self._asked == "auto" and self.curvature != "exact"
+
+    def fall_back(self) -> None:
+        if self._asked == "auto":
+            self.curvature = "finite-difference"
+
+    def _fall_back_from(self, error: NoSecondDerivative) -> None:
+        if self._asked != "auto":
             raise RuntimeError(
                 f"curvature={self.curvature!r} needs second derivatives, but a kernel has none ({error}); "
                 "use curvature='finite-difference', or lookback=1"
@@ -117,11 +130,54 @@ class Estimator:
             "networks with ReLU and batch norm; there, use lookback=1.",
             stacklevel=6,
         )
-        self.curvature, self._may_fall_back = "finite-difference", False
+        self.fall_back()
 
 
-def _of_group(entries: Sequence[Entry], group: int) -> list[Entry]:
-    return [entry for entry in entries if entry.index == group]
+def _clipping(seen: Sequence[Tensor], full: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """How a cotangent of the gradient that the step saw goes back to the gradient of the loss, by comparing the two.
+
+    Parallel and shorter: clipped to a norm, whose derivative is ``c (I - ĝ ĝ')``. Parallel and longer: rescaled. Not
+    parallel (other dropout masks, other batches averaged in): taken as it is, unless it is so much shorter that a
+    Hessian of the full loss would be far too large.
+    """
+    long, short = norm(full), norm(seen)
+    if long == 0 or short == 0:
+        return lambda cotangents: cotangents
+    scale = short / long
+    aligned = float(sum((s * f).sum().double().cpu() for s, f in zip(seen, full, strict=True))) / (long * short)
+    if aligned < 0.999:
+        factor = scale if scale < 0.5 else 1.0
+        return lambda cotangents: [factor * c for c in cotangents]
+    if scale > 0.999:
+        return lambda cotangents: [scale * c for c in cotangents]
+
+    def project(cotangents: Sequence[Tensor]) -> list[Tensor]:
+        along = float(sum((c * f).sum().double().cpu() for c, f in zip(cotangents, full, strict=True))) / long**2
+        return [scale * (c - along * f) for c, f in zip(cotangents, full, strict=True)]
+
+    return project
+
+
+@torch.no_grad()
+def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
+    """A rule that does not do what the optimizer did would give hypergradients that look fine and are wrong."""
+    now = snapshot.join([p.detach() for p in snapshot.parameters])
+    for piece, joined, after in zip(pieces, snapshot.pieces, now, strict=True):
+        update = piece.update(piece.values, piece.weights, piece.gradient, piece.state)[0]
+        error, size = (piece.weights - update - after).abs().max(), update.abs().max()
+        rounding = 8 * torch.finfo(joined.parameters[0].dtype).eps * piece.weights.abs().max()
+        if error > 1e-2 * size + rounding:
+            warnings.warn(
+                f"the rule does not reproduce the optimizer's step (off by {float(error / size):.2g} of it), so that "
+                "hypergradients will be wrong. Either the rule registered for this optimizer is not its own, or "
+                "something else moved the weights between optimizer.step() and tuner.step()",
+                stacklevel=7,
+            )
+            return
+
+
+def _of_group(used: Sequence[Used], group: int) -> list[Used]:
+    return [entry for entry in used if entry.group == group]
 
 
 def _in_dtype_of(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> list[Tensor]:

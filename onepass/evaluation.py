@@ -6,6 +6,7 @@ thrown away, and every evaluation starts from the same random state, so that dro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ class Evaluation:
     def __init__(self, model: nn.Module, loss: LossFunction, valid_loss: LossFunction | None) -> None:
         # A compiled model has no second derivative, and would compile again for the copies: use what it was made from.
         self.model: nn.Module = getattr(model, "_orig_mod", model)
+        for name, function in (("loss", loss), ("valid_loss", valid_loss)):
+            if function is not None:
+                _check_signature(name, function)
         self._loss = _Wrapped(self.model, loss, "loss")
         self._valid_loss = _Wrapped(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
         self._cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
@@ -64,21 +68,30 @@ class Evaluation:
         """The training loss of a batch as a function of the named weights; ``twice``: with second derivatives."""
         return TrainingLoss(self, batch, names, twice)
 
-    def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[float, tuple[Tensor | None, ...]]:
-        """The validation loss at the current weights, and its gradient by ``wanted``."""
-        with _validation_mode(self.model):
-            value = self._call(self._valid_loss, {}, batch)
-            if not value.requires_grad:
-                raise ValueError(
-                    f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient"
-                )
-            gradients = torch.autograd.grad(value, list(wanted), allow_unused=True)
-            return value.item(), gradients
+    def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
+        """The validation loss at the current weights, and its gradient by ``wanted``; ``None`` where there is none."""
+        value = self._valid_value(batch, {})
+        if not value.requires_grad:
+            raise ValueError(f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient")
+        live = [tensor for tensor in wanted if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(value, live, allow_unused=True))
+        return value.item(), [next(gradients) if tensor.requires_grad else None for tensor in wanted]
 
-    def valid_loss(self, batch: Any) -> Tensor:
-        """The validation loss at the current weights, alone."""
-        with torch.no_grad(), _validation_mode(self.model):
-            return self._call(self._valid_loss, {}, batch)
+    def valid_loss(self, batch: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
+        """The validation loss alone, at the current weights or at others."""
+        with torch.no_grad():
+            return self._valid_value(batch, weights or {})
+
+    def _valid_value(self, batch: Any, weights: dict[str, Tensor]) -> Tensor:
+        try:
+            with _validation_mode(self.model):
+                return self._call(self._valid_loss, weights, batch)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+        # The last batch of a loader may have a single sample, which has no statistics of its own.
+        with _validation_mode(self.model, batch_statistics=False):
+            return self._call(self._valid_loss, weights, batch)
 
     def _call(self, loss: _Wrapped, weights: dict[str, Tensor], batch: Any) -> Tensor:
         self._rewind()
@@ -128,6 +141,20 @@ class TrainingLoss:
         return outputs, leaves, value
 
 
+def _check_signature(name: str, function: Any) -> None:
+    cure = f"write def {name}(model, batch): return criterion(model(batch[0]), batch[1])"
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ValueError(f"{name} must be a function of (model, batch), but got {type(function).__name__}; {cure}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must be a function of (model, batch), but for the one given: {error}; {cure}"
+        ) from error
+    except ValueError:  # a builtin that does not tell
+        return
+
+
 class _Wrapped(nn.Module):
     """``loss(model, batch)`` as a module, so that ``functional_call`` can lend weights to the model inside."""
 
@@ -144,7 +171,7 @@ class _Wrapped(nn.Module):
 
 
 @contextmanager
-def _validation_mode(model: nn.Module) -> Iterator[None]:
+def _validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Iterator[None]:
     """Dropout off, batch norm as it was.
 
     With running statistics the loss would seem to depend on the scale of weights that batch norm makes irrelevant, and
@@ -154,7 +181,8 @@ def _validation_mode(model: nn.Module) -> Iterator[None]:
     rnns = [(module, module.dropout) for module, _ in modes if isinstance(module, nn.RNNBase)]
     try:
         for module, _ in modes:
-            module.training = isinstance(module, (*_BATCH_STATISTICS, nn.RNNBase))
+            keeps = isinstance(module, nn.RNNBase) or (batch_statistics and isinstance(module, _BATCH_STATISTICS))
+            module.training = keeps
         for module, _ in rnns:
             module.dropout = 0.0
         yield

@@ -74,6 +74,7 @@ class Guard:
         # Size, not sign: losses such as a negative log-likelihood may pass through zero.
         best = health.best + self.relax * abs(health.best)
         limit = best + (self.ratio - 1) * abs(best) + self.slack * abs(health.first)
+        limit = _where(_finite(health.first), limit, math.inf)
         healthy = _finite(loss) & (smooth <= limit)
         safe = healthy & (loss <= (best + limit) / 2)  # a point at the brink is no place to go back to
         after = Health(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.snapshot import write_value
+from onepass.snapshot import read_value, write_value
 
 Values = dict[str, list[Any]]
 
@@ -27,6 +27,7 @@ class TunerStep:
         hypergradients: name -> one derivative a param group, in raw space; NaN where none was taken.
         valid_loss: validation loss after the last weight step.
         guard: what the guard did, or ``None``.
+        back_to: the weight step that the guard went back to, or ``None``.
         skipped: why the hyperparameters were left alone, or ``None``.
     """
 
@@ -36,17 +37,22 @@ class TunerStep:
     valid_loss: float
     guard: str | None = None
     skipped: str | None = None
+    back_to: int | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """The records of all hyper steps, oldest first, preceded by the values that the run began with.
+
+    ``extra`` names the values that live in the loss; ``scheduled`` says whether an LR scheduler took part.
 
     A value with one entry per weight is kept as its ``{"min", "median", "max"}``: a history must not outgrow the model.
     """
 
     start: Values
     records: list[TunerStep] = field(default_factory=list)
+    extra: tuple[str, ...] = ()
+    scheduled: bool = False
 
     def __post_init__(self) -> None:
         self.start = _thin(self.start)
@@ -54,6 +60,9 @@ class History:
     def append(self, record: TunerStep) -> None:
         thin = {"values": _thin(record.values), "hypergradients": _thin(record.hypergradients)}
         self.records.append(TunerStep(**{**record.__dict__, **thin}))
+
+    def __repr__(self) -> str:
+        return f"History of {len(self)} hyper steps of {', '.join(self.start)}"
 
     def __len__(self) -> int:
         return len(self.records)
@@ -66,28 +75,48 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for ``json.dumps``."""
-        return {"start": self.start, "records": [asdict(record) for record in self.records]}
+        records = [asdict(record) for record in self.records]
+        return {"start": self.start, "records": records, "extra": list(self.extra), "scheduled": self.scheduled}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> History:
+        records = [TunerStep(**record) for record in found["records"]]
+        return cls(found["start"], records, tuple(found["extra"]), found["scheduled"])
 
     def to_csv(self, path: str | Path) -> None:
         """One row a hyper step, one column a value and group: ``lr[0]``, ``hypergradient of lr[0]``."""
         with open(path, "w", newline="") as file:
-            names = list(self._columns("values", self.start))
+            names = list(_columns(self.start))
             writer = csv.writer(file)
             gradient_names = [f"hypergradient of {name}" for name in names]
             writer.writerow(["step", "valid_loss", *names, *gradient_names, "guard", "skipped"])
-            writer.writerow([0, "", *self._columns("values", self.start).values(), *("" for _ in names), "", ""])
+            writer.writerow([0, "", *_columns(self.start).values(), *("" for _ in names), "", ""])
             for r in self.records:
-                values, slopes = self._columns("values", r.values), self._columns("values", r.hypergradients)
+                values, slopes = _columns(r.values), _columns(r.hypergradients)
                 notes = [r.guard or "", r.skipped or ""]
-                writer.writerow([r.step, r.valid_loss, *values.values(), *(slopes[n] for n in names), *notes])
+                writer.writerow([r.step, r.valid_loss, *values.values(), *(slopes.get(n, "") for n in names), *notes])
 
     def schedule(self) -> Schedule:
-        """The found values as a schedule that anyone can replay, with no tuner and no validation set."""
-        for name, entries in self.start.items():
-            if any(isinstance(entry, dict) for entry in entries):
+        """The found values as a schedule that anyone can replay, with no tuner and no validation set.
+
+        What the guard has undone is left out: steps are counted along the path that survived.
+        """
+        if self.scheduled:
+            raise ValueError("values found beside an LR scheduler cannot be replayed: the history has only their base")
+        names = [name for name in self.start if name not in self.extra]
+        for name in names:
+            if any(isinstance(entry, dict) for entry in self.start[name]):
                 raise ValueError(f"only one value a group can be replayed, but {name!r} has one per element")
-        steps = [0, *(record.step for record in self.records)]
-        return Schedule(steps, [self.start, *(record.values for record in self.records)])
+        every = [(0, self.start)]
+        offset = 0  # weight steps that the guard has undone so far
+        for record in self.records:
+            step = record.step - offset
+            if record.back_to is not None:
+                step = min(step, max(record.back_to - offset, 0))
+                offset = record.step - step
+                every = [(s, values) for s, values in every if s < step or s == 0]
+            every.append((step, record.values))
+        return Schedule([step for step, _ in every], [{name: v[name] for name in names} for _, v in every])
 
     def plot(self, path: str | Path) -> None:
         """Draw every tuned value and the validation loss over time (needs matplotlib)."""
@@ -95,6 +124,7 @@ class History:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("history.plot needs matplotlib: pip install matplotlib") from error
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         curves = self.curves()
         figure = Figure(figsize=(7, 1.8 * len(curves)), layout="constrained")
         panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
@@ -127,23 +157,13 @@ class History:
             lines = {}
             for g in range(len(entries)):
                 values = [_middle(v[name][g]) for v in every]
-                lines[f"group {g}" if len(entries) > 1 else ""] = (steps, values)
+                if any(values):  # a switch that is off, such as no weight decay on biases, is not worth a line
+                    lines[f"group {g}" if len(entries) > 1 else ""] = (steps, values)
             panels[name] = lines
         return panels
 
-    def _columns(self, kind: str, values: Values) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, entries in values.items():
-            for g, entry in enumerate(entries):
-                flat |= (
-                    {f"{name}[{g}].{k}": v for k, v in entry.items()}
-                    if isinstance(entry, dict)
-                    else {f"{name}[{g}]": entry}
-                )
-        return flat
 
-
-@dataclass
+@dataclass(repr=False)
 class Schedule:
     """Values found by a tuner, replayed: ``attach`` it, then call ``step()`` after every ``optimizer.step()``."""
 
@@ -151,23 +171,36 @@ class Schedule:
     values: list[Values]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Schedule:
-        groups = len(next(iter(self.values[0].values()), []))
-        if len(optimizer.param_groups) != groups:
-            raise ValueError(f"optimizer must have {groups} param groups, but got {len(optimizer.param_groups)}")
+        for name, entries in self.values[0].items():
+            if len(optimizer.param_groups) != len(entries):
+                raise ValueError(
+                    f"optimizer must have {len(entries)} param groups, but got {len(optimizer.param_groups)}"
+                )
+            if any(read_value(group, name) is None for group in optimizer.param_groups):
+                raise ValueError(
+                    f"optimizer must have {name!r} in its param groups, but {type(optimizer).__name__} has not"
+                )
         self._optimizer, self._taken, self._next = optimizer, 0, 0
         self._apply()
         return self
 
     def step(self) -> None:
+        if not hasattr(self, "_optimizer"):
+            raise RuntimeError(
+                "schedule.step needs an optimizer, but there is none yet; call schedule.attach(optimizer)"
+            )
         self._taken += 1
         self._apply()
 
     def to_json(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=1))
+        Path(path).write_text(json.dumps({"steps": self.steps, "values": self.values}, indent=1))
 
     @classmethod
     def from_json(cls, path: str | Path) -> Schedule:
         return cls(**json.loads(Path(path).read_text()))
+
+    def __repr__(self) -> str:
+        return f"Schedule of {', '.join(self.values[0])} over {self.steps[-1]} steps"
 
     def _apply(self) -> None:
         while self._next < len(self.steps) and self.steps[self._next] <= self._taken:
@@ -189,3 +222,12 @@ def _summary(entry: Any) -> Any:
 
 def _middle(entry: Any) -> float:
     return float(entry["median"] if isinstance(entry, dict) else entry)
+
+
+def _columns(values: Values) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, entries in values.items():
+        for g, entry in enumerate(entries):
+            parts = {f".{key}": value for key, value in entry.items()} if isinstance(entry, dict) else {"": entry}
+            flat |= {f"{name}[{g}]{part}": value for part, value in parts.items()}
+    return flat

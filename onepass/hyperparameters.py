@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ TRANSFORMS = {
 DEFAULT_BOUNDS = {
     "lr": (1e-10, 1.0),
     "weight_decay": (1e-8, 1e-2),
-    "momentum": (0.01, 0.99),
-    "beta1": (0.01, 0.98),
+    "momentum": (0.01, 0.95),
+    "beta1": (0.01, 0.95),
     "beta2": (0.97, 0.99999),
     "alpha": (0.9, 0.99999),
     "eps": (1e-12, 1e-2),
@@ -124,10 +124,8 @@ class Hyperparameter:
         self.start = start.clone()
         self._exact = torch.float64 if start.numel() == 1 and start.device.type != "mps" else start.dtype
         exact = start.to(self._exact) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=self._exact)
-        self.bounds = _checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds)
+        self._set_bounds(_checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds))
         self.raw = TRANSFORMS[transform].to_raw(exact)
-        ends = TRANSFORMS[transform].to_raw(torch.tensor(self.bounds, dtype=torch.float64))
-        self._raw_bounds = sorted(ends.tolist())  # log10-of-one-minus falls: its lower end is the upper bound
 
     def pull_back(self, natural_gradient: Tensor) -> Tensor:
         """The gradient in raw space, from the gradient in natural space (chain rule)."""
@@ -143,6 +141,21 @@ class Hyperparameter:
         target = torch.as_tensor(natural, dtype=self._exact, device=self.raw.device).clamp(*self.bounds)
         self.raw.copy_(TRANSFORMS[self.transform].to_raw(target.expand_as(self.raw)))
         self.value.copy_(target)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the way of the value so far has left its mark on."""
+        return {"raw": self.raw.clone(), "value": self.value.clone(), "start": self.start, "bounds": self.bounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.raw.copy_(state["raw"])
+        self.value.copy_(state["value"])
+        self.start.copy_(state["start"])
+        self._set_bounds(state["bounds"])
+
+    def _set_bounds(self, bounds: tuple[float, float]) -> None:
+        self.bounds = bounds
+        ends = TRANSFORMS[self.transform].to_raw(torch.tensor(bounds, dtype=torch.float64))
+        self._raw_bounds = sorted(ends.tolist())  # log10-of-one-minus falls: its lower end is the upper bound
 
     def __repr__(self) -> str:
         return f"Hyperparameter({_show(self.value)}, transform={self.transform!r}, bounds={self.bounds})"

@@ -31,9 +31,10 @@ class _RuleOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         if group.get("nesterov") and (_is_zero(group["momentum"]) or not _is_zero(group["dampening"])):
             raise ValueError("nesterov must come with a momentum and without dampening")
-        for name, value in named_values(self.param_groups[-1]).items():
-            for p in self.param_groups[-1]["params"]:
-                _check(name, value, p)
+        values = named_values(group)
+        for name in self.rule.tunable:
+            for p in group["params"]:
+                _check(name, values[name], p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -45,7 +46,9 @@ class _RuleOptimizer(torch.optim.Optimizer):
             values = named_values(group)
             for p in group["params"]:
                 if p.grad is not None:
-                    update, self.state[p] = self.rule.update(values, p, p.grad, self.state[p])
+                    update, state = self.rule.update(values, p, p.grad, self.state[p])
+                    # The first momentum is the gradient: keep a copy, or zero_grad would wipe it.
+                    self.state[p] = {key: value.clone() if value is p.grad else value for key, value in state.items()}
                     p.sub_(update)
         return loss
 
@@ -114,6 +117,8 @@ def per_tensor(params: Iterable[nn.Parameter], **values: float) -> list[dict[str
 
 def per_element(params: Iterable[nn.Parameter], **values: float) -> list[dict[str, Any]]:
     """One param group a tensor, with the named values spread over its elements, for the optimizers of this module."""
+    if not values:
+        raise ValueError("per_element must be given a value to spread, for example per_element(parameters, lr=0.1)")
     return [
         {"params": [p], **{k: torch.full_like(p, v, requires_grad=False) for k, v in values.items()}} for p in params
     ]
@@ -128,8 +133,6 @@ def _is_zero(value: Number) -> bool:
 
 
 def _check(name: str, value: Any, p: nn.Parameter) -> None:
-    if isinstance(value, bool):
-        return
     if not bool((torch.as_tensor(value) >= 0).all()):
         raise ValueError(f"{name} must be at least 0, but got {value}")
     if name in ("beta1", "beta2") and not bool((torch.as_tensor(value) < 1).all()):

@@ -1,13 +1,17 @@
-"""A point that a diverged run can go back to."""
+"""The guard at work: keeps a healthy point of the run, and takes the run back to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from onepass.evaluation import Evaluation
+from onepass.guard import Guard, Health, Verdict, on_probation
+from onepass.hyperparameters import Hyperparameter
 from onepass.snapshot import Joined
 
 # Set to zero on the way back: what pushed the run over the edge must not push again.
@@ -22,12 +26,20 @@ class Point(NamedTuple):
     values: list[Tensor]
     buffers: list[Tensor]
 
+    def weights(self) -> dict[nn.Parameter, Tensor]:
+        return {
+            p: view
+            for joined in self.before
+            for p, view in zip(joined.parameters, joined.views(joined.weights), strict=True)
+        }
+
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put weights, buffers and optimizer state back, at rest; the hyperparameters are the caller's."""
+        for p, weights in self.weights().items():
+            p.copy_(weights)
         for joined in self.before:
-            for p, weights in zip(joined.parameters, joined.views(joined.weights), strict=True):
-                p.copy_(weights)
+            for p in joined.parameters:
                 _restore_numbers(optimizer.state.get(p, {}), joined)
             for key, value in joined.state.items():
                 for p, view in zip(joined.parameters, joined.views(value), strict=True):
@@ -35,19 +47,86 @@ class Point(NamedTuple):
         for buffer, saved in zip(model.buffers(), self.buffers, strict=True):
             buffer.copy_(saved)
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        names = {p: name for name, p in model.named_parameters()}
-        before = [{**joined._asdict(), "parameters": [names[p] for p in joined.parameters]} for joined in self.before]
-        return {**self._asdict(), "before": before}
 
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], model: nn.Module) -> Point:
-        parameters = dict(model.named_parameters())
+class Recovery:
+    """Watches one run for a tuner. ``rates`` are the hyperparameters that go down when the run goes back."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        evaluation: Evaluation,
+        optimizer: torch.optim.Optimizer,
+        hyperparameters: Sequence[Hyperparameter],
+        rates: Sequence[Hyperparameter],
+        first_loss: float,
+    ) -> None:
+        self._guard, self._evaluation, self._optimizer = guard, evaluation, optimizer
+        self._hyperparameters, self._rates = hyperparameters, rates
+        self._health = guard.start(first_loss)
+        self._point: Point | None = None
+
+    def has_point(self) -> bool:
+        return self._point is not None
+
+    def on_probation(self) -> bool:
+        return bool(on_probation(self._health))
+
+    def keep(self, step: int, before: list[Joined]) -> None:
+        """Remember this point as healthy."""
+        values = [h.value.clone() for h in self._hyperparameters]
+        buffers = [buffer.clone() for buffer in self._evaluation.model.buffers()]
+        self._point = Point(step, before, values, buffers)
+
+    def judge(self, loss: float, batch: Any, *, remember: bool = True) -> Verdict:
+        """What to make of the validation loss of a batch. One that cannot be evaluated is no sign of divergence."""
+        if not math.isfinite(loss) and not math.isfinite(self._loss_at_point(batch)):
+            return Verdict(healthy=True, safe=False)
+        health, verdict = self._guard.judge(self._health, loss)
+        if remember:
+            self._health = health
+        return verdict
+
+    @torch.no_grad()
+    def go_back(self, loss: float, *, again: bool) -> tuple[str, int]:
+        """To the point, with lower rates. The answer says so, and which step that was.
+
+        ``again``: this has just been done and was not enough, so something else must be wrong: all other
+        hyperparameters then go back to where the run began.
+        """
+        assert self._point is not None
+        down = 10**-self._guard.backoff
+        self._point.restore(self._evaluation.model, self._optimizer)
+        for h, value in zip(self._hyperparameters, self._point.values, strict=True):
+            h.set(value * down if h in self._rates else h.start if again else value)
+        # Should this not be enough, the next return starts from here.
+        self._point = self._point._replace(values=[h.value.clone() for h in self._hyperparameters])
+        did = f"validation loss {loss:g}: went back to step {self._point.step}, lr x {down:.3g}"
+        return did, self._point.step
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._point is None:
+            return {"health": list(self._health), "point": None}
+        names = {p: name for name, p in self._evaluation.model.named_parameters()}
+        before = [{**j._asdict(), "parameters": [names[p] for p in j.parameters]} for j in self._point.before]
+        return {"health": list(self._health), "point": {**self._point._asdict(), "before": before}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._health, point = Health(*state["health"]), state["point"]
+        if point is None:
+            self._point = None
+            return
+        parameters = dict(self._evaluation.model.named_parameters())
         before = [
-            Joined(**{**joined, "parameters": [parameters[name] for name in joined["parameters"]]})
-            for joined in state["before"]
+            Joined(**{**j, "parameters": [parameters[name] for name in j["parameters"]]}) for j in point["before"]
         ]
-        return cls(**{**state, "before": before})
+        self._point = Point(**{**point, "before": before})
+
+    def _loss_at_point(self, batch: Any) -> float:
+        assert self._point is not None
+        weights = self._point.weights()
+        names = self._evaluation.names_of(list(weights))
+        lent = {name: w.to(p.dtype) for name, (p, w) in zip(names, weights.items(), strict=True)}
+        return float(self._evaluation.valid_loss(batch, lent))
 
 
 def _restore_numbers(state: dict[str, Any], joined: Joined) -> None:

@@ -169,14 +169,13 @@ def register(optimizer_class: type[torch.optim.Optimizer], rule: Rule) -> None:
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of an optimizer. A subclass is not trusted to step like its parent: it has to be registered."""
-    known = getattr(type(optimizer), "rule", None) or OPTIMIZERS.get(type(optimizer))
-    if known is None:
+    known = OPTIMIZERS.get(type(optimizer)) or vars(type(optimizer)).get("rule")
+    if not isinstance(known, Rule):
         names = ", ".join(sorted(cls.__name__ for cls in OPTIMIZERS))
         raise ValueError(
             f"optimizer must be one of {names}, but got {type(optimizer).__name__}; "
             f"teach it with onepass.register({type(optimizer).__name__}, rule)"
         )
-    assert isinstance(known, Rule)
     return known
 
 

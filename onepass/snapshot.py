@@ -54,8 +54,9 @@ class Snapshot:
         self.pieces: list[Joined] = []
         self.gradients: list[Tensor] = []
 
-    def complete(self) -> None:
-        """After the step: its gradients. Not before: a closure, or a fused unscaling, makes them inside the step."""
+    def take_gradients(self) -> None:
+        """Before the step, since some optimizers write into them (SGD's foreach Nesterov); after it where they are only
+        made inside the step, by a closure or a fused unscaling."""
         for joined in self.everything:
             stepped = [p for p in joined.parameters if p.grad is not None]
             for p in stepped:
@@ -67,6 +68,11 @@ class Snapshot:
             if stepped:
                 self.pieces.append(joined.only(stepped))
                 self.gradients.append(_join([p.grad for p in stepped]))  # type: ignore[misc]
+
+        if not self.pieces:
+            raise ValueError(
+                "optimizer.step must be taken with gradients, but there are none; call backward() before it"
+            )
 
     @property
     def parameters(self) -> list[nn.Parameter]:

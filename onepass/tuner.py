@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 import weakref
@@ -11,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from onepass.batches import Cycle
-from onepass.entries import collect, follow_schedulers
+from onepass.entries import Used, collect, follow_schedulers
 from onepass.estimator import Estimator
 from onepass.evaluation import Evaluation, LossFunction
-from onepass.guard import Guard, Health, Verdict, on_probation, probation_step
+from onepass.guard import Guard, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
-from onepass.recovery import Point
+from onepass.recovery import Recovery
 from onepass.rules import rule_of
 from onepass.snapshot import Snapshot, read_value
 
@@ -94,16 +96,11 @@ class Tuner:
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         tied: Sequence[str] = (),
     ) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"interval must be an integer of at least 1, but got {interval}")
-        if guard is not None and not isinstance(guard, Guard):
-            raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
-        if optimizer in _TUNED:
-            raise ValueError(
-                "optimizer must have one tuner, but it already has another; call detach() on that one first"
-            )
+        _check_arguments(model, optimizer, interval, hyper_optimizer, guard)
+        if valid_loss is None and any(group.get("maximize") for group in optimizer.param_groups):
+            raise ValueError("valid_loss must be given for an optimizer with maximize=True: the tuner minimises it")
         rule = rule_of(optimizer)
-        self._optimizer, self._interval, self._guard = optimizer, interval, guard
+        self._optimizer, self._interval = optimizer, interval
         self._evaluation = Evaluation(model, loss, valid_loss)
         self._estimator = Estimator(
             self._evaluation, rule, lookback=lookback, through_state=through_state, curvature=curvature
@@ -115,19 +112,25 @@ class Tuner:
         self._hyperparameters = list(dict.fromkeys([*(e.hyperparameter for e in self._entries), *self._extra.values()]))
         if not self._hyperparameters:
             raise ValueError(
-                f"there must be something to tune, but none of {sorted(rule.tunable)} can be from its start"
+                f"there must be something to tune among {sorted(rule.tunable)} or in extra, but got nothing"
             )
         self._make_hyper_optimizer = hyper_optimizer or default_hyper_optimizer
         self._hyper_optimizer = self._new_hyper_optimizer()
+        self._valid = Cycle(valid)
         with self._evaluation.undisturbed():
-            self._valid = Cycle(valid)
-            first = self._try_loss()
-        self._health = guard.start(first) if guard else None
-        self._healthy: Point | None = None
+            first_loss = self._try_loss()
+        rates = [entry.hyperparameter for entry in self._entries if entry.name == "lr"]
+        self._recovery = (
+            Recovery(guard, self._evaluation, optimizer, self._hyperparameters, rates, first_loss)
+            if guard and rates  # without a learning rate to lower, going back would only repeat itself
+            else None
+        )
         self._snapshot: Snapshot | None = None
-        self._steps, self._stepped, self._followed = 0, False, False
-        self.skipped = 0
-        self.history = History(self.values())
+        self._used: list[Used] = []
+        self._schedulers: list[LRScheduler] = []
+        self._steps, self.skipped = 0, 0
+        self._stepped = self._gradients_come_later = self._resumed = False
+        self.history = History(self.values(), extra=tuple(self._extra))
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -141,11 +144,14 @@ class Tuner:
             ``None`` on ordinary steps, a record every ``interval`` steps and whenever the guard goes back.
         """
         if not self._stepped:
-            raise RuntimeError("tuner.step must follow an optimizer.step, once each, but there was none since the last")
+            raise RuntimeError(
+                "tuner.step must follow an optimizer.step, once each, but there was none since the last; "
+                "call optimizer.step(), then tuner.step(batch)"
+            )
         self._stepped = False
         self._steps += 1
         since = self._steps % self._interval
-        if since and not (probation_step(since) and self._on_probation()):
+        if since and not (probation_step(since) and self._recovery and self._recovery.on_probation()):
             return None
         with self._evaluation.undisturbed():
             record = self._probation_step() if since else self._hyper_step(batch)
@@ -159,33 +165,47 @@ class Tuner:
         found: Values = {}
         for name, row in self._rows.items():
             fixed = [read_value(group, name) for group in self._optimizer.param_groups]
-            found[name] = [_plain(e.hyperparameter.value) if e else f for e, f in zip(row, fixed, strict=False)]
+            tuned = [entry if entry and not entry.paused else None for entry in row]
+            tuned += [None] * (len(fixed) - len(row))  # groups added since are not tuned
+            found[name] = [_plain(e.hyperparameter.value) if e else f for e, f in zip(tuned, fixed, strict=True)]
         return found | {name: [_plain(h.value)] for name, h in self._extra.items()}
+
+    def __repr__(self) -> str:
+        return f"Tuner of {', '.join(self.values())} after {self._steps} steps"
 
     def detach(self) -> None:
         """Stop tuning, and leave the optimizer free for another tuner."""
         for hook in self._hooks:
             hook.remove()
+        for scheduler in self._schedulers:
+            scheduler.optimizer = self._optimizer
         _TUNED.discard(self._optimizer)
 
     # --- around optimizer.step() ---
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._followed:  # as late as possible: by the first step every scheduler exists
-            follow_schedulers(optimizer, self._rows.get("lr", []))
-            self._followed = True
+        if not self._schedulers:
+            self._schedulers = follow_schedulers(optimizer, self._rows.get("lr", []), resumed=self._resumed)
         self._snapshot = None
-        first = self._guard is not None and self._healthy is None
+        first = self._recovery is not None and not self._recovery.has_point()
         if first or self._due():
+            groups = optimizer.param_groups
             for entry in self._entries:
-                entry.observe(optimizer.param_groups[entry.index])
+                entry.observe(groups[entry.index])
+            self._used = [entry.used(groups[entry.index]) for entry in self._entries if not entry.paused]
             self._snapshot = Snapshot(optimizer)
         if first:
-            self._healthy = self._point()
+            self._keep_point()
+        inside = (
+            len(args) > 1 or kwargs.get("closure") is not None or getattr(optimizer, "grad_scale", None) is not None
+        )
+        self._gradients_come_later = inside
+        if self._snapshot is not None and self._due() and not inside:
+            self._snapshot.take_gradients()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._snapshot is not None and self._due():
-            self._snapshot.complete()
+        if self._snapshot is not None and self._due() and self._gradients_come_later:
+            self._snapshot.take_gradients()
         self._stepped = True
 
     def _due(self) -> bool:
@@ -196,23 +216,26 @@ class Tuner:
 
     def _hyper_step(self, batch: Any) -> TunerStep:
         assert self._snapshot is not None
+        first, again = not self.history.records, self._recovery is not None and self._recovery.on_probation()
         with _requiring_grad([h.value for h in self._extra.values()]):
-            loss, valid_gradient, direct = self._validation(self._snapshot)
-            probation = self._on_probation()
-            verdict = self._judge(loss)
+            valid_batch = next(self._valid)
+            loss, valid_gradient, direct = self._validation(self._snapshot, valid_batch)
+            verdict = self._recovery.judge(loss, valid_batch) if self._recovery else None
             if verdict is not None and not verdict.healthy:
-                return self._record(loss, guard=self._go_back(loss, again=probation))
-            natural = self._estimator.hypergradients(batch, self._snapshot, valid_gradient, self._entries, self._extra)
+                return self._go_back(loss, again=again)
+            natural = self._estimator.hypergradients(batch, self._snapshot, valid_gradient, self._used, self._extra)
         for h, derivative in direct.items():
             natural[h] = natural[h] + derivative
+        if first:
+            self._warn_of_no_effect(natural)
         if verdict is not None and verdict.safe:
-            self._healthy = self._point()
+            self._keep_point()
         return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, loss)
 
-    def _validation(self, snapshot: Snapshot) -> tuple[float, list[Tensor], dict[Hyperparameter, Tensor]]:
+    def _validation(self, snapshot: Snapshot, batch: Any) -> tuple[float, list[Tensor], dict[Hyperparameter, Tensor]]:
         """The validation loss after the step, its gradient by the weights, and directly by the extras it depends on."""
         parameters, extra = snapshot.parameters, list(self._extra.values())
-        loss, found = self._evaluation.validation(next(self._valid), [*parameters, *(h.value for h in extra)])
+        loss, found = self._evaluation.validation(batch, [*parameters, *(h.value for h in extra)])
         by_weights = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=False)]
         by_extra = zip(extra, found[len(parameters) :], strict=True)
         return loss, snapshot.join(by_weights), {h: g for h, g in by_extra if g is not None}
@@ -236,8 +259,9 @@ class Tuner:
     def _write(self) -> None:
         for entry in self._entries:
             entry.write(self._optimizer.param_groups[entry.index])
+            self.history.scheduled |= entry.factor != 1.0
 
-    def _record(self, loss: float, raw: Mapping[Hyperparameter, Tensor] = _NONE, **notes: str) -> TunerStep:
+    def _record(self, loss: float, raw: Mapping[Hyperparameter, Tensor] = _NONE, **notes: Any) -> TunerStep:
         def show(h: Hyperparameter | None) -> Any:
             return _plain(raw[h]) if h is not None and h in raw else math.nan
 
@@ -260,52 +284,38 @@ class Tuner:
     def _new_hyper_optimizer(self) -> torch.optim.Optimizer:
         return self._make_hyper_optimizer([h.raw for h in self._hyperparameters])
 
+    def _warn_of_no_effect(self, natural: Mapping[Hyperparameter, Tensor]) -> None:
+        if any(len(row) < len(self._optimizer.param_groups) for row in self._rows.values()):
+            warnings.warn("a param group was added after the tuner was made: it is not tuned", stacklevel=4)
+        for name, h in self._extra.items():
+            if not natural[h].any():
+                warnings.warn(
+                    f"extra[{name!r}] does not influence loss: use its .value there, as a tensor", stacklevel=4
+                )
+
     # --- the guard ---
 
     def _probation_step(self) -> TunerStep | None:
         """Between hyper steps: only looks whether the run is about to be lost."""
-        assert self._guard is not None and self._health is not None
-        loss = float(self._evaluation.valid_loss(self._valid.peek()))
-        _, verdict = self._guard.judge(self._health, loss)
-        return None if verdict.healthy else self._record(loss, guard=self._go_back(loss, again=True))
+        assert self._recovery is not None
+        batch = self._valid.peek()
+        loss = float(self._evaluation.valid_loss(batch))
+        healthy = self._recovery.judge(loss, batch, remember=False).healthy
+        return None if healthy else self._go_back(loss, again=True)
 
-    def _on_probation(self) -> bool:
-        return self._health is not None and on_probation(self._health)
-
-    def _judge(self, loss: float) -> Verdict | None:
-        if self._guard is None or self._health is None:
-            return None
-        self._health, verdict = self._guard.judge(self._health, loss)
-        return verdict
-
-    @torch.no_grad()
-    def _go_back(self, loss: float, *, again: bool) -> str:
-        """To the last point known to be healthy, with a lower learning rate and a fresh hyper-optimizer.
-
-        If that has just been done and was not enough, something else must be wrong: then all other values go back to
-        where the run began.
-        """
-        assert self._guard is not None and self._healthy is not None
-        point, down = self._healthy, 10**-self._guard.backoff
-        point.restore(self._evaluation.model, self._optimizer)
-        rates = {e.hyperparameter for e in self._entries if e.name == "lr"}
-        for h, value in zip(self._hyperparameters, point.values, strict=True):
-            h.set(value * down if h in rates else h.start if again else value)
+    def _go_back(self, loss: float, *, again: bool) -> TunerStep:
+        assert self._recovery is not None
+        did, step = self._recovery.go_back(loss, again=again)
         self._hyper_optimizer = self._new_hyper_optimizer()
         self._write()
-        # Should this not be enough, the next return starts from here.
-        self._healthy = point._replace(values=[h.value.clone() for h in self._hyperparameters])
-        did = f"validation loss {loss:g}: went back to step {point.step}" + (f", lr x {down:.3g}" if rates else "")
         if not any(record.guard for record in self.history):
-            warnings.warn(f"the run diverged at step {self._steps}: {did}; see tuner.history", stacklevel=5)
-        return did
+            warnings.warn(f"the run diverged at step {self._steps}: {did}; see tuner.history", stacklevel=4)
+        return self._record(loss, guard=did, back_to=step)
 
-    def _point(self) -> Point:
-        """A point to go back to: before the step just snapshot."""
+    def _keep_point(self) -> None:
+        assert self._recovery is not None
         assert self._snapshot is not None
-        values = [h.value.clone() for h in self._hyperparameters]
-        buffers = [buffer.clone() for buffer in self._evaluation.model.buffers()]
-        return Point(max(self._steps - 1, 0), self._snapshot.everything, values, buffers)
+        self._recovery.keep(max(self._steps - 1, 0), self._snapshot.everything)
 
     # --- saving ---
 
@@ -315,40 +325,40 @@ class Tuner:
             "labels": self._labels(),
             "steps": self._steps,
             "skipped": self.skipped,
-            "raw": [h.raw.clone() for h in self._hyperparameters],
-            "values": [h.value.clone() for h in self._hyperparameters],
-            "factors": [entry.factor for entry in self._entries],
-            "starts": [entry.start for entry in self._entries],
-            "hyper_optimizer": self._hyper_optimizer.state_dict(),
-            "curvature": self._estimator.curvature,
-            "valid_position": self._valid.position,
-            "health": list(self._health) if self._health else None,
-            "healthy": self._healthy.state_dict(self._evaluation.model) if self._healthy else None,
+            "hyperparameters": [h.state_dict() for h in self._hyperparameters],
+            "entries": [{"factor": e.factor, "start": e.start, "paused": e.paused} for e in self._entries],
+            "scheduled": bool(self._schedulers),
+            "hyper_optimizer": copy.deepcopy(self._hyper_optimizer.state_dict()),
+            "fell_back": self._estimator.fell_back,
+            "valid": self._valid.state_dict(),
+            "recovery": self._recovery.state_dict() if self._recovery else None,
             "history": self.history.to_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Load the model and the optimizer as well."""
-        if state.get("labels") != self._labels():
-            raise ValueError(f"state must be of a tuner of {self._labels()}, but it is of {state.get('labels')}")
-        for h, raw, value in zip(self._hyperparameters, state["raw"], state["values"], strict=True):
-            h.raw.copy_(raw)
-            h.value.copy_(value)
-        for entry, factor, start in zip(self._entries, state["factors"], state["starts"], strict=True):
-            entry.factor, entry.start = factor, start
+        if "labels" not in state:
+            raise ValueError("state must come from Tuner.state_dict(), but it has other entries")
+        if state["labels"] != self._labels():
+            raise ValueError(f"state must be of a tuner of {self._labels()}, but it is of {state['labels']}")
+        if (state["recovery"] is None) != (self._recovery is None):
+            raise ValueError("state must be of a tuner with the same guard, but one has a guard and the other has none")
+        for h, saved in zip(self._hyperparameters, state["hyperparameters"], strict=True):
+            h.load_state_dict(saved)
+        for entry, saved in zip(self._entries, state["entries"], strict=True):
+            entry.factor, entry.start, entry.paused = saved["factor"], saved["start"], saved["paused"]
         self._write()
-        self._steps, self.skipped, self._stepped = state["steps"], state["skipped"], False
+        self._steps, self.skipped = state["steps"], state["skipped"]
+        self._stepped, self._resumed = False, state["scheduled"]
         self._hyper_optimizer = self._new_hyper_optimizer()
         self._hyper_optimizer.load_state_dict(state["hyper_optimizer"])
-        self._estimator.curvature = state["curvature"]
-        self._health = Health(*state["health"]) if state["health"] else None
-        healthy = state["healthy"]
-        self._healthy = Point.from_state_dict(healthy, self._evaluation.model) if healthy else None
-        records = [TunerStep(**record) for record in state["history"]["records"]]
-        self.history = History(state["history"]["start"], records)
-        with self._evaluation.undisturbed():
-            self._valid.seek(state["valid_position"])
+        if state["fell_back"]:
+            self._estimator.fall_back()
+        if self._recovery is not None:
+            self._recovery.load_state_dict(state["recovery"])
+        self.history = History.from_dict(state["history"])
+        self._valid.load_state_dict(state["valid"])
 
     def _labels(self) -> list[str]:
         """Name, group and shape of everything tuned: two tuners with the same labels can exchange their states."""
@@ -367,7 +377,25 @@ def _requiring_grad(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor.requires_grad_(False)
 
 
+def _check_arguments(model: Any, optimizer: Any, interval: Any, hyper_optimizer: Any, guard: Any) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise ValueError(f"model and optimizer must be a torch module and a torch optimizer, but got {got}")
+    if optimizer in _TUNED:
+        raise ValueError("optimizer must have one tuner, but it already has another; call detach() on that one first")
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"interval must be an integer of at least 1, but got {interval}")
+    if hyper_optimizer is not None and not callable(hyper_optimizer):
+        raise ValueError(
+            f"hyper_optimizer must be a function from tensors to an optimizer, but got {hyper_optimizer!r}"
+        )
+    if guard is not None and not isinstance(guard, Guard):
+        raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
+
+
 def _checked_extra(extra: Mapping[str, Hyperparameter], tunable: Mapping[str, str]) -> dict[str, Hyperparameter]:
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra must map names to hyperparameters, but got {type(extra).__name__}")
     for name, h in extra.items():
         if not isinstance(h, Hyperparameter):
             raise ValueError(f"extra[{name!r}] must be an onepass.Hyperparameter, but got {type(h).__name__}")
