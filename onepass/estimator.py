@@ -145,10 +145,10 @@ def _clipping(seen: Sequence[Tensor], full: Sequence[Tensor]) -> Callable[[Seque
         return lambda cotangents: cotangents
     scale = short / long
     aligned = float(sum((s * f).sum().double().cpu() for s, f in zip(seen, full, strict=True))) / (long * short)
-    if aligned < 0.999:
-        factor = scale if scale < 0.5 else 1.0
-        return lambda cotangents: [factor * c for c in cotangents]
-    if scale > 0.999:
+    parallel = aligned > 0.999
+    if abs(scale - 1) < 1e-3 if parallel else scale > 0.5:
+        return lambda cotangents: cotangents
+    if not parallel or scale > 1:
         return lambda cotangents: [scale * c for c in cotangents]
 
     def project(cotangents: Sequence[Tensor]) -> list[Tensor]:

@@ -40,6 +40,12 @@ def on_an_optimizer_with_a_tuner() -> onepass.Tuner:
     return tuner(model=model, optimizer=optimizer)
 
 
+def swapped() -> onepass.Tuner:
+    model: Any = mlp(3, 4, 1)
+    optimizer: Any = sgd(model)
+    return onepass.Tuner(optimizer, model, mse, [regression()])
+
+
 def tied_from_two_values() -> onepass.Tuner:
     model = mlp(3, 4, 1)
     groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]
@@ -70,6 +76,15 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: tuner(valid=[]), r"valid must yield at least one batch.*but it is empty"),
     (lambda: tuner(valid=iter(())), r"valid must yield at least one batch"),
     (lambda: tuner(valid=3), r"valid must be an iterable of batches, but got int; put one batch in a list"),
+    (lambda: tuner(valid=regression()), r"valid must be .*got a tuple that looks like one batch; put it in a list"),
+    (lambda: tuner(loss=nn.MSELoss()), r"loss must be a function of \(model, batch\), but got MSELoss; write def loss"),
+    (lambda: tuner(loss=lambda b: b), r"loss must be a function of \(model, batch\).*too many positional arguments"),
+    (lambda: tuner(hyper_optimizer=0.05), r"hyper_optimizer must be a function from tensors to an optimizer, .*0.05"),
+    (lambda: tuner(extra=[1]), r"extra must map names to hyperparameters, but got list"),
+    (lambda: onepass.per_element(mlp(3, 4, 1).parameters()), r"per_element must be given a value to spread"),
+    (swapped, r"model and optimizer must be .*got SGD and Sequential"),
+    (lambda: tuner().load_state_dict({"state": {}}), r"state must come from Tuner.state_dict\(\)"),
+    (lambda: tuner().load_state_dict(tuner(guard=None).state_dict()), r"one has a guard and the other has none"),
     (lambda: tuner(loss=lambda m, b: m(b[0])), r"loss\(model, batch\) must return a scalar tensor, .*shape \(16, 1\)"),
     (lambda: tuner(loss=lambda m, b: 1.0), r"loss\(model, batch\) must return a scalar tensor, but got float"),
     (lambda: tuner(loss=lambda m, b: b[0].sum()), r"loss must depend on the parameters"),
@@ -118,6 +133,15 @@ def test_order_of_calls() -> None:
     found.step(regression())
     with pytest.raises(RuntimeError, match="once each, but there was none since the last"):
         found.step(regression())
+
+
+def test_a_step_without_gradients() -> None:
+    model = mlp(3, 4, 1)
+    optimizer = sgd(model)
+    found = tuner(model=model, optimizer=optimizer, interval=1)
+    with pytest.raises(ValueError, match=r"must be taken with gradients, but there are none; call backward\(\)"):
+        optimizer.step()
+    assert found.values() == {"lr": [0.1]}
 
 
 def test_a_generator_that_runs_dry() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,53 @@ def test_schedule_checks_the_groups() -> None:
     model = mlp(3, 8, 1)
     with pytest.raises(ValueError, match="must have 1 param groups, but got 4"):
         tuner.history.schedule().attach(torch.optim.AdamW(onepass.per_tensor(model.parameters())))
+
+
+def test_schedule_leaves_out_what_the_guard_undid() -> None:
+    record = onepass.TunerStep
+    lrs = [(10, 0.2, None), (20, 0.4, None), (25, 0.1, 9), (30, 0.2, None), (40, 0.3, None)]
+    history = onepass.History({"lr": [0.1], "l2": [1.0]}, extra=("l2",))
+    for step, lr, back in lrs:
+        history.append(record(step, {"lr": [lr], "l2": [1.0]}, {}, 1.0, guard="back" if back else None, back_to=back))
+    schedule = history.schedule()
+    assert schedule.steps == [0, 9, 14, 24]
+    assert [values["lr"][0] for values in schedule.values] == [0.1, 0.1, 0.2, 0.3]
+    assert "l2" not in schedule.values[0]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda s: s.step(), r"call schedule\.attach\(optimizer\)"),
+        (
+            lambda s: s.attach(torch.optim.SGD(mlp(3, 1).parameters())),
+            r"must have 'beta1' in its param groups, but SGD has",
+        ),
+    ],
+)
+def test_schedule_misused(use: Callable[[onepass.Schedule], Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        use(tuned(3)[1].history.schedule())
+
+
+def test_values_found_beside_a_scheduler_are_not_replayed() -> None:
+    model = mlp(3, 8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    tuner = onepass.Tuner(model, optimizer, mse, [regression()], interval=1)
+    for _ in range(3):
+        train_step(model, optimizer, regression())
+        tuner.step(regression())
+        scheduler.step()
+    with pytest.raises(ValueError, match="beside an LR scheduler cannot be replayed"):
+        tuner.history.schedule()
+
+
+def test_representations_are_short() -> None:
+    _, tuner = tuned()
+    for thing in (tuner, tuner.history, tuner.history.schedule()):
+        assert "lr" in repr(thing)
+        assert len(repr(thing)) < 100
 
 
 def test_dict_is_json() -> None:
