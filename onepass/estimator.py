@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.curvature import CURVATURES, FIRST_ORDER, NoSecondDerivative, Products, norm
+from onepass.curvature import CURVATURES, FIRST_ORDER, NoSecondDerivative, norm
 from onepass.entries import Used
 from onepass.evaluation import Evaluation
 from onepass.hypergradient import look_back
@@ -74,25 +74,24 @@ class Estimator:
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
         if self._lookback == 1 and not inside:
             return look_back(pieces, valid_gradient, lookback=1)[0], []
-        products = self._products(batch, snapshot, inside)
-        through_clipping = _clipping(snapshot.gradients, snapshot.join(products.gradient))
+        old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
+        names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
+        with self._evaluation.training(batch, names, twice=twice) as loss:
+            products = CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
+            through_clipping = _clipping(snapshot.gradients, snapshot.join(products.gradient))
 
-        def hessian(cotangents: Sequence[Tensor]) -> list[Tensor]:
-            unclipped = snapshot.split(through_clipping(cotangents))
-            return snapshot.join(products.hessian(_in_dtype_of(parameters, unclipped)))
+            def to_loss(cotangents: Sequence[Tensor]) -> list[Tensor]:
+                return _in_dtype_of(parameters, snapshot.split(through_clipping(cotangents)))
 
-        values, cotangents = look_back(
-            pieces,
-            valid_gradient,
-            hessian,
-            lookback=self._lookback,
-            through_state=self._through_state,
-            cotangents=bool(inside),
-        )
-        if not inside:
-            return values, []
-        unclipped = snapshot.split(through_clipping(cotangents))
-        return values, products.mixed(_in_dtype_of(parameters, unclipped))
+            values, cotangents = look_back(
+                pieces,
+                valid_gradient,
+                lambda b_g: snapshot.join(products.hessian(to_loss(b_g))),
+                lookback=self._lookback,
+                through_state=self._through_state,
+                cotangents=bool(inside),
+            )
+            return values, products.mixed(to_loss(cotangents)) if inside else []
 
     def _piece(self, snapshot: Snapshot, index: int, used: Sequence[Used]) -> Piece:
         joined = snapshot.pieces[index]
@@ -102,14 +101,6 @@ class Estimator:
         if "mu_product" in joined.scalars:  # NAdam's one number that hyperparameters move: it is differentiated too
             state["mu_product"] = torch.tensor(joined.scalars["mu_product"], dtype=torch.float64)
         return Piece(self._rule.update, values, joined.weights, snapshot.gradients[index], state, tuple(tuned))
-
-    def _products(self, batch: Any, snapshot: Snapshot, inside: Sequence[Tensor]) -> Products:
-        """Curvature of the training loss at the old weights, on the batch of the step."""
-        parameters = snapshot.parameters
-        old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
-        names = self._evaluation.names_of(parameters)
-        loss = self._evaluation.training(batch, names, twice=self.curvature not in FIRST_ORDER)
-        return CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
 
     @property
     def fell_back(self) -> bool:

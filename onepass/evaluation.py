@@ -1,20 +1,20 @@
 """The user's losses as pure functions: extra evaluations of a model in training that leave no trace in it.
 
-Weights are lent to the model by ``torch.func.functional_call``, buffers (batch norm statistics) as copies that are
-thrown away, and every evaluation starts from the same random state, so that dropout draws the same masks each time.
+Other weights are lent to the model in place of its own, buffers (batch norm statistics) as copies that are thrown
+away, and every evaluation starts from the same random state, so that dropout draws the same masks each time.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -30,8 +30,8 @@ class Evaluation:
         for name, function in (("loss", loss), ("valid_loss", valid_loss)):
             if function is not None:
                 _check_signature(name, function)
-        self._loss = _Wrapped(self.model, loss, "loss")
-        self._valid_loss = _Wrapped(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
+        self._loss = _Scalar(self.model, loss, "loss")
+        self._valid_loss = _Scalar(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
         self._cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
         self._random: tuple[Tensor, list[Tensor]] | None = None
 
@@ -70,49 +70,71 @@ class Evaluation:
 
     def validation(self, batch: Any, wanted: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
         """The validation loss at the current weights, and its gradient by ``wanted``; ``None`` where there is none."""
-        value = self._valid_value(batch, {})
-        if not value.requires_grad:
-            raise ValueError(f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient")
-        live = [tensor for tensor in wanted if tensor.requires_grad]
-        gradients = iter(torch.autograd.grad(value, live, allow_unused=True))
+        with self.lending({}):
+            value = self._valid_value(batch)
+            if not value.requires_grad:
+                raise ValueError(
+                    f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient"
+                )
+            live = [tensor for tensor in wanted if tensor.requires_grad]
+            gradients = iter(torch.autograd.grad(value, live, allow_unused=True))
         return value.item(), [next(gradients) if tensor.requires_grad else None for tensor in wanted]
 
     def valid_loss(self, batch: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """The validation loss alone, at the current weights or at others."""
-        with torch.no_grad():
-            return self._valid_value(batch, weights or {})
+        with torch.no_grad(), self.lending(weights or {}):
+            return self._valid_value(batch)
 
-    def _valid_value(self, batch: Any, weights: dict[str, Tensor]) -> Tensor:
+    def training_loss(self, batch: Any) -> Tensor:
+        self._rewind()
+        return self._loss(batch)
+
+    @contextmanager
+    def lending(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """The model with other weights, and with copies of its buffers.
+
+        To be held until all derivatives are taken: a checkpointed part of a model runs again on the way back.
+        ``torch.func.functional_call`` does the same but ends with the forward pass.
+        """
+        lent = {**weights, **{name: buffer.clone() for name, buffer in self.model.named_buffers()}}
+        with _reparametrize_module(self.model, lent, tie_weights=True) if lent else nullcontext():
+            yield
+
+    def _valid_value(self, batch: Any) -> Tensor:
+        self._rewind()
         try:
             with _validation_mode(self.model):
-                return self._call(self._valid_loss, weights, batch)
+                return self._valid_loss(batch)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
         # The last batch of a loader may have a single sample, which has no statistics of its own.
         with _validation_mode(self.model, batch_statistics=False):
-            return self._call(self._valid_loss, weights, batch)
-
-    def _call(self, loss: _Wrapped, weights: dict[str, Tensor], batch: Any) -> Tensor:
-        self._rewind()
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        lent = {f"model.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
-        value: Tensor = functional_call(loss, lent, (batch,)) if lent else loss(batch)
-        return value
+            return self._valid_loss(batch)
 
 
 class TrainingLoss:
-    """The training loss of one batch as a function of the weights (``curvature.LossApart``)."""
+    """The training loss of one batch as a function of the weights (``curvature.LossApart``).
+
+    The weights of the latest call stay lent to the model until the next one, or until the end of the ``with`` block.
+    """
 
     def __init__(self, evaluation: Evaluation, batch: Any, names: Sequence[str], twice: bool) -> None:
         self._evaluation, self._batch, self._names, self._twice = evaluation, batch, names, twice
+        self._lent = ExitStack()
+
+    def __enter__(self) -> TrainingLoss:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lent.close()
 
     def __call__(self, weights: Sequence[Tensor]) -> Tensor:
-        with ExitStack() as stack:
-            if self._twice:
-                stack.enter_context(_twice_differentiable_kernels(self._evaluation.model))
-            lent = dict(zip(self._names, weights, strict=True))
-            return self._evaluation._call(self._evaluation._loss, lent, self._batch)
+        self._lent.close()
+        self._lent.enter_context(self._evaluation.lending(dict(zip(self._names, weights, strict=True))))
+        if self._twice:
+            self._lent.enter_context(_twice_differentiable_kernels(self._evaluation.model))
+        return self._evaluation.training_loss(self._batch)
 
     def apart(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
         outputs: list[Tensor] = []
@@ -155,14 +177,13 @@ def _check_signature(name: str, function: Any) -> None:
         return
 
 
-class _Wrapped(nn.Module):
-    """``loss(model, batch)`` as a module, so that ``functional_call`` can lend weights to the model inside."""
+class _Scalar:
+    """``loss(model, batch)`` of one model, and a clear word where it is not a scalar."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, name: str) -> None:
-        super().__init__()
         self.model, self.loss, self.name = model, loss, name
 
-    def forward(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         value = self.loss(self.model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ every_curvature = pytest.mark.parametrize("name", CURVATURES)
 every_second_order = pytest.mark.parametrize("name", [name for name in CURVATURES if name not in FIRST_ORDER])
 
 
+LENT = ExitStack()  # weights lent to models, given back after each test
+
+
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield
+    LENT.close()
     torch.set_default_dtype(torch.float32)
 
 
@@ -50,7 +55,8 @@ class Problem:
         return CURVATURES[name](self.training(loss), self.weights, [self.temperature, self.zoom])
 
     def training(self, loss: LossFunction | None = None) -> TrainingLoss:
-        return Evaluation(self.model, loss or self.loss, None).training(self.batch, self.names, twice=True)
+        training = Evaluation(self.model, loss or self.loss, None).training(self.batch, self.names, twice=True)
+        return LENT.enter_context(training)
 
     def lent(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([w.numel() for w in self.weights])
@@ -216,6 +222,7 @@ def test_products_leave_weights_and_model_alone(name: str) -> None:
     v = random_like(problem.weights)
     first, again = products.hessian(v), products.hessian(v)
     torch.testing.assert_close(first, again, rtol=0, atol=0)
+    LENT.close()
     after = [*problem.weights, *problem.model.parameters()]
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(after, before, strict=True))
 
@@ -296,7 +303,7 @@ def test_a_fused_kernel_without_second_derivative_is_named(name: str) -> None:
     """Attention as training runs it, ``twice=False``."""
     problem = sequences(Attention())
     loss = Evaluation(problem.model, problem.loss, None).training(problem.batch, problem.names, twice=False)
-    with pytest.raises(NoSecondDerivative, match="scaled_dot_product"):
+    with loss, pytest.raises(NoSecondDerivative, match="scaled_dot_product"):
         CURVATURES[name](loss, problem.weights).hessian(random_like(problem.weights))
 
 

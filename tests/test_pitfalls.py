@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import onepass
@@ -213,6 +214,39 @@ def test_right_rules_are_not_accused() -> None:
             for _ in range(3):
                 train_step(model, optimizer, batch)
                 tuner.step(batch)
+
+
+class Checkpointed(nn.Module):
+    """Runs its first half again on the way back, when asked to save memory."""
+
+    def __init__(self, save: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh()).double()
+        self.last, self.save = nn.Linear(8, 1, dtype=torch.float64), save
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=False) if self.save else self.first(x)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+@pytest.mark.parametrize("curvature", ["exact", "gauss-newton", "finite-difference"])
+def test_activation_checkpointing(curvature: str) -> None:
+    found = []
+    for save in (False, True):
+        model = Checkpointed(save)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        tuner = onepass.Tuner(model, optimizer, mse, [regression(seed=2)], interval=2, curvature=curvature)
+        for _ in range(4):
+            train_step(model, optimizer, regression())
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            record = tuner.step(regression())
+            assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+        assert record is not None
+        found.append(record.hypergradients)
+    for name, slope in found[0].items():
+        assert found[1][name] == pytest.approx(slope, rel=1e-9)
 
 
 def test_extra_that_the_loss_does_not_use() -> None:
