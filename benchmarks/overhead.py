@@ -275,7 +275,7 @@ class Stopwatch:
 
 
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "snapshot": [(Snapshot, "__init__"), (Snapshot, "complete")],
+    "snapshot": [(Snapshot, "__init__"), (Snapshot, "take_gradients")],
     "validation gradient": [(Evaluation, "validation")],
     "curvature graph": [],  # the table's functions and what they return: see `watched`
     "products": [],
