@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onepass.batches import Cycle
+from onepass.checks import check_arguments, checked_extra
 from onepass.entries import Used, collect, follow_schedulers
 from onepass.estimator import Estimator
 from onepass.evaluation import Evaluation, LossFunction
@@ -96,9 +97,11 @@ class Tuner:
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         tied: Sequence[str] = (),
     ) -> None:
-        _check_arguments(model, optimizer, interval, hyper_optimizer, guard)
-        if valid_loss is None and any(group.get("maximize") for group in optimizer.param_groups):
-            raise ValueError("valid_loss must be given for an optimizer with maximize=True: the tuner minimises it")
+        check_arguments(model, optimizer, interval, hyper_optimizer, valid_loss, guard)
+        if optimizer in _TUNED:
+            raise ValueError(
+                "optimizer must have one tuner, but it already has another; call detach() on that one first"
+            )
         rule = rule_of(optimizer)
         self._optimizer, self._interval = optimizer, interval
         self._evaluation = Evaluation(model, loss, valid_loss)
@@ -107,7 +110,7 @@ class Tuner:
         )
         self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
         self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
-        self._extra = _checked_extra(extra or {}, rule.tunable)
+        self._extra = checked_extra(extra or {}, rule.tunable)
         # One each, in a fixed order: tied entries share theirs.
         self._hyperparameters = list(dict.fromkeys([*(e.hyperparameter for e in self._entries), *self._extra.values()]))
         if not self._hyperparameters:
@@ -375,33 +378,6 @@ def _requiring_grad(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for tensor in tensors:
             tensor.requires_grad_(False)
-
-
-def _check_arguments(model: Any, optimizer: Any, interval: Any, hyper_optimizer: Any, guard: Any) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        got = f"{type(model).__name__} and {type(optimizer).__name__}"
-        raise ValueError(f"model and optimizer must be a torch module and a torch optimizer, but got {got}")
-    if optimizer in _TUNED:
-        raise ValueError("optimizer must have one tuner, but it already has another; call detach() on that one first")
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"interval must be an integer of at least 1, but got {interval}")
-    if hyper_optimizer is not None and not callable(hyper_optimizer):
-        raise ValueError(
-            f"hyper_optimizer must be a function from tensors to an optimizer, but got {hyper_optimizer!r}"
-        )
-    if guard is not None and not isinstance(guard, Guard):
-        raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
-
-
-def _checked_extra(extra: Mapping[str, Hyperparameter], tunable: Mapping[str, str]) -> dict[str, Hyperparameter]:
-    if not isinstance(extra, Mapping):
-        raise ValueError(f"extra must map names to hyperparameters, but got {type(extra).__name__}")
-    for name, h in extra.items():
-        if not isinstance(h, Hyperparameter):
-            raise ValueError(f"extra[{name!r}] must be an onepass.Hyperparameter, but got {type(h).__name__}")
-        if name in tunable:
-            raise ValueError(f"extra must not reuse the optimizer's names, but got {name!r}")
-    return dict(extra)
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -15,7 +15,7 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
 # Lower layers know nothing of higher ones; a module may import from its own layer.
 LAYERS = [
     {"version", "hyperparameters", "rules", "curvature", "guard", "batches"},
-    {"linearise", "evaluation", "snapshot"},
+    {"linearise", "evaluation", "snapshot", "checks"},
     {"hypergradient", "entries", "history", "optim", "recovery"},
     {"estimator"},
     {"tuner"},
