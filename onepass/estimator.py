@@ -98,8 +98,9 @@ class Estimator:
         tuned = {entry.name: entry.value for entry in _of_group(used, joined.group)}
         values = {**snapshot.values[joined.group], **tuned}
         state = {**joined.scalars, **joined.state}
-        if "mu_product" in joined.scalars:  # NAdam's one number that hyperparameters move: it is differentiated too
-            state["mu_product"] = torch.tensor(joined.scalars["mu_product"], dtype=torch.float64)
+        for number in self._rule.moving_numbers:
+            if number in joined.scalars:
+                state[number] = torch.tensor(joined.scalars[number], dtype=torch.float64)
         return Piece(self._rule.update, values, joined.weights, snapshot.gradients[index], state, tuple(tuned))
 
     @property

@@ -15,7 +15,7 @@ Every rule equals its ``torch.optim`` twin to rounding, and is differentiable in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,25 @@ class Rule:
     """An update function, and the raw space of each hyperparameter that can be tuned in it.
 
     ``beta1`` and ``beta2`` stand for the two numbers of a param group's ``betas``.
+
+    Attributes:
+        update: see above.
+        tunable: name -> raw space (``hyperparameters.TRANSFORMS``).
+        bounds: where the search stops by default, if not where ``hyperparameters.DEFAULT_BOUNDS`` says.
+        moving_numbers: numbers in the state that depend on the hyperparameters, and so are differentiated too.
     """
 
     update: Update
     tunable: Mapping[str, str]
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    moving_numbers: tuple[str, ...] = ()
+
+    def bounds_around(self, name: str, start: Tensor) -> tuple[float, float] | None:
+        """This rule's own default bounds, widened to hold the start."""
+        if name not in self.bounds:
+            return None
+        low, high = self.bounds[name]
+        return min(low, float(start.min())), max(high, float(start.max()))
 
 
 def sgd(h: Values, w: Tensor, g: Tensor, s: State) -> tuple[Tensor, dict[str, Any]]:
@@ -137,8 +152,8 @@ _ADAM = {"lr": "log10", "beta1": "logit", "beta2": "log10-of-one-minus", "eps": 
 RULES: dict[str, Rule] = {
     "sgd": Rule(sgd, {"lr": "log10", "momentum": "logit", "dampening": "logit", "weight_decay": "log10"}),
     "adam": Rule(adam, _ADAM),
-    "adamw": Rule(adamw, _ADAM),
-    "nadam": Rule(nadam, {**_ADAM, "momentum_decay": "log10"}),
+    "adamw": Rule(adamw, _ADAM, bounds={"weight_decay": (1e-6, 1.0)}),  # decoupled: it comes multiplied by lr
+    "nadam": Rule(nadam, {**_ADAM, "momentum_decay": "log10"}, moving_numbers=("mu_product",)),
     "radam": Rule(radam, _ADAM),
     "rmsprop": Rule(
         rmsprop,

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onepass.batches import Cycle
 from onepass.checks import check_arguments, checked_extra
-from onepass.entries import Used, collect, follow_schedulers
+from onepass.entries import Used, collect
 from onepass.estimator import Estimator
 from onepass.evaluation import Evaluation, LossFunction
 from onepass.guard import Guard, probation_step
@@ -24,6 +24,7 @@ from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
 from onepass.recovery import Recovery
 from onepass.rules import rule_of
+from onepass.schedulers import follow_schedulers
 from onepass.snapshot import Snapshot, read_value
 
 HyperOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]

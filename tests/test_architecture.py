@@ -17,7 +17,7 @@ LAYERS = [
     {"version", "hyperparameters", "rules", "curvature", "guard", "batches"},
     {"linearise", "evaluation", "snapshot", "checks"},
     {"hypergradient", "entries", "history", "optim", "recovery"},
-    {"estimator"},
+    {"estimator", "schedulers"},
     {"tuner"},
     {"__init__"},
 ]

@@ -300,6 +300,15 @@ def test_user_may_change_a_value_by_hand() -> None:
     assert tuner.values()["momentum"][0] == pytest.approx(0.3, abs=0.05)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_usual_starts_have_room_on_both_sides(kind: type[torch.optim.Optimizer]) -> None:
+    model = mlp(3, 4, 1)
+    state = onepass.Tuner(model, kind(model.parameters(), lr=1e-3), mse, [regression()]).state_dict()
+    for label, saved in zip(state["labels"], state["hyperparameters"], strict=True):
+        low, high = saved["bounds"]
+        assert low < float(saved["start"]) < high, label
+
+
 def test_detach_sets_the_optimizer_free() -> None:
     model = mlp(3, 4, 1)
     optimizer = sgd(model)
