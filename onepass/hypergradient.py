@@ -63,12 +63,12 @@ def look_back(
     linear = Linearised(step, states=through_state and lookback > 1)
     a_w, a_s = list(valid_gradient), _no_state(step)
     # All terms share one linearisation, so their sum is pulled back to the hyperparameters once, at the end.
-    sum_w, sum_s = [a.clone() for a in a_w] if lookback > 1 else a_w, a_s
+    sum_w, sum_s = [a.clone() for a in a_w] if lookback > 1 else a_w, _no_state(step)
     for _ in range(lookback - 1):
         assert hessian is not None
-        a_w, a_s = _one_step_back(linear, a_w, a_s, hessian)
+        _one_step_back(linear, a_w, a_s, hessian)
         for total, a in zip(sum_w, a_w, strict=True):
-            total += a  # in place, on our own copy: these are as large as the model
+            total += a
         sum_s = _added(sum_s, a_s)
     return linear.to_values(sum_w, sum_s), linear.to_gradient(sum_w, sum_s) if cotangents else []
 
@@ -104,17 +104,18 @@ def unrolled(
             product = hessians[t]
             if product is None:
                 raise ValueError(f"hessians[{t}] must be given, but got None; only the oldest step can do without")
-            a_w, a_s = _one_step_back(linear, a_w, a_s, product)
+            _one_step_back(linear, a_w, a_s, product)
     return total, gradients
 
 
-def _one_step_back(
-    linear: Linearised, a_w: Sequence[Tensor], a_s: States, hessian: Product
-) -> tuple[list[Tensor], States]:
+def _one_step_back(linear: Linearised, a_w: list[Tensor], a_s: States, hessian: Product) -> None:
+    """Move the adjoints one step back, in place: they are as large as the model, and the old ones must make room."""
     b_w, b_g, b_s = linear.to_weights(a_w, a_s)
-    products = hessian(b_g)
-    del b_g  # as large as the model, like all of these
-    return [(a + b).add_(product) for a, b, product in zip(a_w, b_w, products, strict=True)], b_s
+    a_s[:] = b_s
+    a_w[:] = [a + b for a, b in zip(a_w, b_w, strict=True)]
+    del b_w, b_s
+    for a, product in zip(a_w, hessian(b_g), strict=True):
+        a += product
 
 
 def _no_state(step: Sequence[Piece]) -> States:
