@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Estimator:
             values, cotangents = look_back(
                 pieces,
                 valid_gradient,
-                lambda b_g: snapshot.join(products.hessian(to_loss(b_g))),
+                lambda b_g: snapshot.join(_drained(products.hessian(to_loss(b_g)))),
                 lookback=self._lookback,
                 through_state=self._through_state,
                 cotangents=bool(inside),
@@ -166,6 +166,13 @@ def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
                 stacklevel=7,
             )
             return
+
+
+def _drained(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """One after the other, each free once it has been used: together they are as large as the model."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
 
 
 def _of_group(used: Sequence[Used], group: int) -> list[Used]:

@@ -62,15 +62,19 @@ def look_back(
         raise ValueError(f"hessian must be given for lookback={lookback}, but got None; lookback=1 needs none")
     linear = Linearised(step, states=through_state and lookback > 1)
     a_w, a_s = list(valid_gradient), _no_state(step)
-    # All terms share one linearisation, so their sum is pulled back to the hyperparameters once, at the end.
-    sum_w, sum_s = [a.clone() for a in a_w] if lookback > 1 else a_w, _no_state(step)
+    total: Values = _no_state(step)
+    gradients: list[Tensor] = []
     for _ in range(lookback - 1):
         assert hessian is not None
-        _one_step_back(linear, a_w, a_s, hessian)
-        for total, a in zip(sum_w, a_w, strict=True):
-            total += a
-        sum_s = _added(sum_s, a_s)
-    return linear.to_values(sum_w, sum_s), linear.to_gradient(sum_w, sum_s) if cotangents else []
+        b_v, b_g = _one_step_back(linear, a_w, a_s, hessian)
+        total = _added(total, b_v)
+        if cotangents:
+            gradients = [g + b for g, b in zip(gradients, b_g, strict=True)] if gradients else b_g
+    total = _added(total, linear.to_values(a_w, a_s))
+    if not cotangents:
+        return total, []
+    last = linear.to_gradient(a_w, a_s)
+    return total, [g + b for g, b in zip(gradients, last, strict=True)] if gradients else last
 
 
 def unrolled(
@@ -93,29 +97,27 @@ def unrolled(
     if not steps:
         raise ValueError("steps must hold at least one step, but got none")
     a_w, a_s = list(valid_gradient), _no_state(steps[-1])
-    total: Values = [{} for _ in steps[-1]]
+    total: Values = _no_state(steps[-1])
     gradients: list[list[Tensor]] = []
     for t in reversed(range(len(steps))):
-        linear = Linearised(steps[t])
-        total = _added(total, linear.to_values(a_w, a_s))
-        if cotangents:
-            gradients = [linear.to_gradient(a_w, a_s), *gradients]
-        if t > 0:
-            product = hessians[t]
-            if product is None:
-                raise ValueError(f"hessians[{t}] must be given, but got None; only the oldest step can do without")
-            _one_step_back(linear, a_w, a_s, product)
+        linear, product = Linearised(steps[t]), hessians[t]
+        if t == 0:
+            b_v, b_g = linear.to_values(a_w, a_s), linear.to_gradient(a_w, a_s) if cotangents else []
+        elif product is None:
+            raise ValueError(f"hessians[{t}] must be given, but got None; only the oldest step can do without")
+        else:
+            b_v, b_g = _one_step_back(linear, a_w, a_s, product)
+        total = _added(total, b_v)
+        gradients = [b_g, *gradients] if cotangents else []
     return total, gradients
 
 
-def _one_step_back(linear: Linearised, a_w: list[Tensor], a_s: States, hessian: Product) -> None:
-    """Move the adjoints one step back, in place: they are as large as the model, and the old ones must make room."""
-    b_w, b_g, b_s = linear.to_weights(a_w, a_s)
-    a_s[:] = b_s
-    a_w[:] = [a + b for a, b in zip(a_w, b_w, strict=True)]
-    del b_w, b_s
+def _one_step_back(linear: Linearised, a_w: list[Tensor], a_s: States, hessian: Product) -> tuple[Values, list[Tensor]]:
+    """Move the adjoints one step back, in their lists, and return ``b_λ, b_g``."""
+    b_v, b_g = linear.step_back(a_w, a_s)
     for a, product in zip(a_w, hessian(b_g), strict=True):
         a += product
+    return b_v, b_g
 
 
 def _no_state(step: Sequence[Piece]) -> States:

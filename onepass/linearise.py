@@ -43,20 +43,25 @@ class Linearised:
         small = sum(piece.weights.numel() for piece in step) <= KEPT
         self._kept = [_Graph(piece) for piece in step] if small else None
 
-    def to_weights(self, a_w: Sequence[Tensor], a_s: States) -> tuple[list[Tensor], list[Tensor], States]:
-        """``b_w, b_g, b_s``: pulled back to weights, gradient and state."""
-        b_w: list[Tensor] = []
+    def step_back(self, a_w: list[Tensor], a_s: States) -> tuple[Values, list[Tensor]]:
+        """Replace ``a_w`` by ``a_w + b_w`` and ``a_s`` by ``b_s``, and return ``b_λ, b_g``.
+
+        Adjoints are as large as the model: they are replaced in their lists, piece by piece, so that the old ones make
+        room for the new.
+        """
+        b_v: Values = []
         b_g: list[Tensor] = []
-        b_s: States = []
         for part, graphs in self._parts():
             keys = [tuple(graph.state) if self._states else () for graph in graphs]
-            wanted = [graph.weights for graph in graphs] + [graph.gradient for graph in graphs]
+            wanted = [tensor for graph in graphs for tensor in graph.tuned.values()]
+            wanted += [graph.weights for graph in graphs] + [graph.gradient for graph in graphs]
             wanted += [graph.state[key] for graph, names in zip(graphs, keys, strict=True) for key in names]
             found = iter(_pull_back(graphs, a_w[part], a_s[part], wanted))
-            b_w += [next(found) for _ in graphs]
+            b_v += [{name: next(found) for name in graph.tuned} for graph in graphs]
+            a_w[part] = [a + next(found) for a in a_w[part]]
             b_g += [next(found) for _ in graphs]
-            b_s += [{key: next(found) for key in names} for names in keys]
-        return b_w, b_g, b_s
+            a_s[part] = [{key: next(found) for key in names} for names in keys]
+        return b_v, b_g
 
     def to_values(self, a_w: Sequence[Tensor], a_s: States) -> Values:
         """``b_λ``: pulled back to the tuned values."""

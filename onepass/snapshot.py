@@ -6,7 +6,7 @@ of sixty small tensors costs one kernel an operation, not sixty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ class Snapshot:
     def parameters(self) -> list[nn.Parameter]:
         return [p for piece in self.pieces for p in piece.parameters]
 
-    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def join(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors, one a parameter, as new tensors, one a piece."""
         rest = iter(tensors)
         return [_join([next(rest) for _ in piece.parameters]) for piece in self.pieces]
