@@ -279,7 +279,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "validation gradient": [(Evaluation, "validation")],
     "curvature graph": [],  # the table's functions and what they return: see `watched`
     "products": [],
-    "rule": [(Linearised, "__init__"), (Linearised, "to_weights"), (Linearised, "to_values")],
+    "rule": [(Linearised, "__init__"), (Linearised, "step_back"), (Linearised, "to_values")],
     "series, joining, norms": [(Estimator, "hypergradients")],
     "hyper-optimizer and bookkeeping": [(onepass.Tuner, "_move")],
     "guard, random state, rest": [(onepass.Tuner, "step")],

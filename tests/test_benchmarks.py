@@ -1,0 +1,26 @@
+"""The benchmarks run: they look inside the library, and must not be forgotten when it changes. No time is tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_overhead(tmp_path: Path) -> None:
+    result = tmp_path / "overhead.json"
+    command = [sys.executable, "benchmarks/overhead.py", "--networks", "MLP", "--seconds", "1", "--json", str(result)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    parts = json.loads(result.read_text())["networks"]["MLP"]["parts"]["lookback=5 exact"]
+    assert all(seconds > 0 for seconds in parts.values())
+
+
+def test_memory() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import memory; print(memory.extra('cpu', 'SGD', 5, True).kept)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert 1.9 < float(done.stdout) < 2.1  # the guard's point: weights and momentum
