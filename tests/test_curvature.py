@@ -29,12 +29,9 @@ LENT = ExitStack()  # weights lent to models, given back after each test
 
 
 @pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+def _give_back(float64: None) -> Iterator[None]:
     yield
     LENT.close()
-    torch.set_default_dtype(torch.float32)
 
 
 class Problem:

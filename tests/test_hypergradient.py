@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +17,7 @@ Values = dict[str, Tensor]
 Walk = Callable[["Quadratic", Values, int], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Quadratic:

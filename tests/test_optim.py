@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,12 +40,7 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 INPUTS = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).sin()

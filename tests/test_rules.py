@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,13 +59,8 @@ if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    """torch keeps NAdam's running product in the default dtype: in float32 no twin could be equal to 1e-12."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+# torch keeps NAdam's running product in the default dtype: in float32 no twin could be equal to 1e-12.
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Problem:
