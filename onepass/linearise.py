@@ -93,7 +93,9 @@ class _Graph:
     def __init__(self, piece: Piece) -> None:
         self.weights, self.gradient = _leaf(piece.weights), _leaf(piece.gradient)
         self.tuned = {name: _leaf(piece.values[name]) for name in piece.tuned}
-        self.state = {key: _leaf(value) for key, value in piece.state.items() if isinstance(value, Tensor)}
+        self.state = {
+            key: _leaf(value) for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"
+        }
         self.update, self.next_state = piece.update(
             {**piece.values, **self.tuned}, self.weights, self.gradient, {**piece.state, **self.state}
         )
