@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
 from onepass.linearise import Piece
 from onepass.rules import Rule
-from onepass.snapshot import Snapshot
+from onepass.snapshot import Snapshot, drained
+
+# The derivative by each piece's tuned values, and by the hyperparameters inside the loss.
+Found = tuple[list[dict[str, Tensor]], list[Tensor]]
 
 
 class Estimator:
@@ -39,19 +42,24 @@ class Estimator:
         self,
         batch: Any,
         snapshot: Snapshot,
-        valid_gradient: Sequence[Tensor],
+        valid_gradient: list[Tensor],
         used: Sequence[Used],
         extra: Mapping[str, Hyperparameter],
+        *,
+        again: Callable[[], list[Tensor]],
     ) -> dict[Hyperparameter, Tensor]:
         """Derivatives in natural units, of the validation loss *through the weights*; the direct part is the caller's.
 
-        ``valid_gradient``: at the weights after the step, laid out like the snapshot's pieces.
+        ``valid_gradient``: at the weights after the step, laid out like the snapshot's pieces. It is as large as the
+        model and leaves its list as it is used; ``again`` makes it anew should a kernel have no second derivative.
         """
+        found: Found | None = None
         try:
-            values, mixed = self._series(batch, snapshot, valid_gradient, used, extra)
+            found = self._series(batch, snapshot, valid_gradient, used, extra)
         except NoSecondDerivative as error:
             self._fall_back_from(error)
-            values, mixed = self._series(batch, snapshot, valid_gradient, used, extra)
+        # Not inside the handler: the error holds on to all that has been computed.
+        values, mixed = found or self._series(batch, snapshot, again(), used, extra)
         total = dict(zip(extra.values(), mixed, strict=True))
         for joined, derivatives in zip(snapshot.pieces, values, strict=True):
             for entry in _of_group(used, joined.group):
@@ -63,30 +71,30 @@ class Estimator:
         self,
         batch: Any,
         snapshot: Snapshot,
-        valid_gradient: Sequence[Tensor],
+        valid_gradient: list[Tensor],
         used: Sequence[Used],
         extra: Mapping[str, Hyperparameter],
-    ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    ) -> Found:
         pieces = [self._piece(snapshot, i, used) for i in range(len(snapshot.pieces))]
         if not self._rule_checked:
             self._rule_checked = True
             _check_rule(pieces, snapshot)
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
         if self._lookback == 1 and not inside:
-            return look_back(pieces, valid_gradient, lookback=1)[0], []
+            return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
         old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
         names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
         with self._evaluation.training(batch, names, twice=twice) as loss:
             products = CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
-            through_clipping = _clipping(snapshot.gradients, snapshot.join(products.gradient))
+            through_clipping = _clipping(snapshot.gradients, lambda: snapshot.join(products.gradient))
 
             def to_loss(cotangents: Sequence[Tensor]) -> list[Tensor]:
                 return _in_dtype_of(parameters, snapshot.split(through_clipping(cotangents)))
 
             values, cotangents = look_back(
                 pieces,
-                valid_gradient,
-                lambda b_g: snapshot.join(_drained(products.hessian(to_loss(b_g)))),
+                drained(valid_gradient),
+                lambda b_g: snapshot.join(drained(products.hessian(to_loss(b_g)))),
                 lookback=self._lookback,
                 through_state=self._through_state,
                 cotangents=bool(inside),
@@ -125,18 +133,21 @@ class Estimator:
         self.fall_back()
 
 
-def _clipping(seen: Sequence[Tensor], full: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def _clipping(
+    seen: Sequence[Tensor], full: Callable[[], Iterable[Tensor]]
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """How a cotangent of the gradient that the step saw goes back to the gradient of the loss, by comparing the two.
 
     Parallel and shorter: clipped to a norm, whose derivative is ``c (I - ĝ ĝ')``. Parallel and longer: rescaled. Not
     parallel (other dropout masks, other batches averaged in): taken as it is, unless it is so much shorter that a
     Hessian of the full loss would be far too large.
     """
-    long, short = norm(full), norm(seen)
+    whole = list(full())  # as large as the model: not to be kept
+    long, short = norm(whole), norm(seen)
     if long == 0 or short == 0:
         return lambda cotangents: cotangents
     scale = short / long
-    aligned = float(sum((s * f).sum().double().cpu() for s, f in zip(seen, full, strict=True))) / (long * short)
+    aligned = float(sum((s * f).sum().double().cpu() for s, f in zip(seen, whole, strict=True))) / (long * short)
     parallel = aligned > 0.999
     if abs(scale - 1) < 1e-3 if parallel else scale > 0.5:
         return lambda cotangents: cotangents
@@ -144,8 +155,8 @@ def _clipping(seen: Sequence[Tensor], full: Sequence[Tensor]) -> Callable[[Seque
         return lambda cotangents: [scale * c for c in cotangents]
 
     def project(cotangents: Sequence[Tensor]) -> list[Tensor]:
-        along = float(sum((c * f).sum().double().cpu() for c, f in zip(cotangents, full, strict=True))) / long**2
-        return [scale * (c - along * f) for c, f in zip(cotangents, full, strict=True)]
+        along = float(sum((c * f).sum().double().cpu() for c, f in zip(cotangents, full(), strict=True))) / long**2
+        return [scale * (c - along * f) for c, f in zip(cotangents, full(), strict=True)]
 
     return project
 
@@ -153,7 +164,7 @@ def _clipping(seen: Sequence[Tensor], full: Sequence[Tensor]) -> Callable[[Seque
 @torch.no_grad()
 def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
     """A rule that does not do what the optimizer did would give hypergradients that look fine and are wrong."""
-    now = snapshot.join([p.detach() for p in snapshot.parameters])
+    now = snapshot.join(p.detach() for p in snapshot.parameters)
     for piece, joined, after in zip(pieces, snapshot.pieces, now, strict=True):
         update = piece.update(piece.values, piece.weights, piece.gradient, piece.state)[0]
         error, size = (piece.weights - update - after).abs().max(), update.abs().max()
@@ -166,13 +177,6 @@ def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
                 stacklevel=7,
             )
             return
-
-
-def _drained(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """One after the other, each free once it has been used: together they are as large as the model."""
-    tensors.reverse()
-    while tensors:
-        yield tensors.pop()
 
 
 def _of_group(used: Sequence[Used], group: int) -> list[Used]:

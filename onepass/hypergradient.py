@@ -16,18 +16,18 @@ Lists run over pieces: tensors of weights, each with hyperparameters of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from onepass.linearise import Linearised, Piece, States, Values
 
-Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Product = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 
 
 def look_back(
     step: Sequence[Piece],
-    valid_gradient: Sequence[Tensor],
+    valid_gradient: Iterable[Tensor],
     hessian: Product | None = None,
     *,
     lookback: int = 5,
@@ -39,7 +39,8 @@ def look_back(
     Args:
         step: the last step really taken, at the weights *before* it.
         valid_gradient: the gradient of the validation loss at the weights *after* it. Taking both at the same weights
-            lets an overshooting learning rate grow without bound.
+            lets an overshooting learning rate grow without bound. A list is left as it is; an iterator that gives
+            its tensors away lets them make room once they are used.
         hessian: multiplies by the Hessian of the training loss at the old weights; not needed for ``lookback=1``.
         lookback: the number of terms ``i``, which costs ``i - 1`` Hessian products.
         through_state: carry the adjoint through the optimizer's state too. *Departs from the paper*: there ``False``.
@@ -66,15 +67,13 @@ def look_back(
     gradients: list[Tensor] = []
     for _ in range(lookback - 1):
         assert hessian is not None
-        b_v, b_g = _one_step_back(linear, a_w, a_s, hessian)
+        b_v, b_g = _one_step_back(linear, a_w, a_s, hessian, cotangents)
         total = _added(total, b_v)
-        if cotangents:
-            gradients = [g + b for g, b in zip(gradients, b_g, strict=True)] if gradients else b_g
+        _add_up(gradients, b_g)
     total = _added(total, linear.to_values(a_w, a_s))
-    if not cotangents:
-        return total, []
-    last = linear.to_gradient(a_w, a_s)
-    return total, [g + b for g, b in zip(gradients, last, strict=True)] if gradients else last
+    if cotangents:
+        _add_up(gradients, linear.to_gradient(a_w, a_s))
+    return total, gradients
 
 
 def unrolled(
@@ -106,22 +105,34 @@ def unrolled(
         elif product is None:
             raise ValueError(f"hessians[{t}] must be given, but got None; only the oldest step can do without")
         else:
-            b_v, b_g = _one_step_back(linear, a_w, a_s, product)
+            b_v, b_g = _one_step_back(linear, a_w, a_s, product, cotangents)
         total = _added(total, b_v)
         gradients = [b_g, *gradients] if cotangents else []
     return total, gradients
 
 
-def _one_step_back(linear: Linearised, a_w: list[Tensor], a_s: States, hessian: Product) -> tuple[Values, list[Tensor]]:
-    """Move the adjoints one step back, in their lists, and return ``b_λ, b_g``."""
+def _one_step_back(
+    linear: Linearised, a_w: list[Tensor], a_s: States, hessian: Product, cotangents: bool
+) -> tuple[Values, list[Tensor]]:
+    """Move the adjoints one step back, in their lists, and return ``b_λ`` and, if asked for, ``b_g``."""
     b_v, b_g = linear.step_back(a_w, a_s)
     for a, product in zip(a_w, hessian(b_g), strict=True):
         a += product
-    return b_v, b_g
+    return b_v, b_g if cotangents else []
 
 
 def _no_state(step: Sequence[Piece]) -> States:
     return [{} for _ in step]
+
+
+def _add_up(total: list[Tensor], more: list[Tensor]) -> None:
+    """Add to ``total``, which is empty at first, and empty ``more``: each is as large as the model."""
+    if total:
+        for i, tensor in enumerate(more):
+            total[i] = total[i] + tensor
+    else:
+        total += more
+    more.clear()
 
 
 def _added(total: Values, more: Values) -> Values:

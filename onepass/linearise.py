@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from onepass.rules import Update
 
 States = list[dict[str, Tensor]]
 Values = list[dict[str, Tensor]]
+Named = tuple[dict[str, Tensor], ...]
 
 # Up to this many weights the evaluated step is kept and used again; beyond, it is evaluated anew, piece by piece, since
 # its intermediate results would take several times the memory of the weights.
@@ -42,6 +43,7 @@ class Linearised:
         self._step, self._states = step, states
         small = sum(piece.weights.numel() for piece in step) <= KEPT
         self._kept = [_Graph(piece) for piece in step] if small else None
+        self._parts = [slice(None)] if small else [slice(i, i + 1) for i in range(len(step))]
 
     def step_back(self, a_w: list[Tensor], a_s: States) -> tuple[Values, list[Tensor]]:
         """Replace ``a_w`` by ``a_w + b_w`` and ``a_s`` by ``b_s``, and return ``b_λ, b_g``.
@@ -51,40 +53,43 @@ class Linearised:
         """
         b_v: Values = []
         b_g: list[Tensor] = []
-        for part, graphs in self._parts():
-            keys = [tuple(graph.state) if self._states else () for graph in graphs]
-            wanted = [tensor for graph in graphs for tensor in graph.tuned.values()]
-            wanted += [graph.weights for graph in graphs] + [graph.gradient for graph in graphs]
-            wanted += [graph.state[key] for graph, names in zip(graphs, keys, strict=True) for key in names]
-            found = iter(_pull_back(graphs, a_w[part], a_s[part], wanted))
-            b_v += [{name: next(found) for name in graph.tuned} for graph in graphs]
-            a_w[part] = [a + next(found) for a in a_w[part]]
-            b_g += [next(found) for _ in graphs]
-            a_s[part] = [{key: next(found) for key in names} for names in keys]
+        for part in self._parts:
+            found = self._pull_back(part, a_w, a_s, self._everything)
+            b_v += [values for values, _, _ in found]
+            a_w[part] = [a + seen["weights"] for a, (_, seen, _) in zip(a_w[part], found, strict=True)]
+            b_g += [seen["gradient"] for _, seen, _ in found]
+            a_s[part] = [state for _, _, state in found]
         return b_v, b_g
 
     def to_values(self, a_w: Sequence[Tensor], a_s: States) -> Values:
         """``b_λ``: pulled back to the tuned values."""
-        values: Values = []
-        for part, graphs in self._parts():
-            wanted = [tensor for graph in graphs for tensor in graph.tuned.values()]
-            found = iter(_pull_back(graphs, a_w[part], a_s[part], wanted))
-            values += [{name: next(found) for name in graph.tuned} for graph in graphs]
-        return values
+        return [
+            values
+            for part in self._parts
+            for (values,) in self._pull_back(part, a_w, a_s, lambda graph: (graph.tuned,))
+        ]
 
     def to_gradient(self, a_w: Sequence[Tensor], a_s: States) -> list[Tensor]:
         """``b_g``: pulled back to the training gradient alone."""
-        found: list[Tensor] = []
-        for part, graphs in self._parts():
-            found += _pull_back(graphs, a_w[part], a_s[part], [graph.gradient for graph in graphs])
-        return found
 
-    def _parts(self) -> Iterator[tuple[slice, list[_Graph]]]:
-        if self._kept is not None:
-            yield slice(None), self._kept
-            return
-        for i, piece in enumerate(self._step):
-            yield slice(i, i + 1), [_Graph(piece)]
+        def gradient(graph: _Graph) -> Named:
+            return ({"gradient": graph.gradient},)
+
+        return [found["gradient"] for part in self._parts for (found,) in self._pull_back(part, a_w, a_s, gradient)]
+
+    def _everything(self, graph: _Graph) -> Named:
+        seen = {"weights": graph.weights, "gradient": graph.gradient}
+        return graph.tuned, seen, graph.state if self._states else {}
+
+    def _pull_back(
+        self, part: slice, a_w: Sequence[Tensor], a_s: States, wanted: Callable[[_Graph], Named]
+    ) -> list[Named]:
+        """For each piece of a part, what flows to the ``wanted`` tensors, by their names. Graphs not kept end here."""
+        graphs = self._kept or [_Graph(piece) for piece in self._step[part]]
+        named = [wanted(graph) for graph in graphs]
+        tensors = [tensor for group in named for names in group for tensor in names.values()]
+        found = iter(_grad(graphs, a_w[part], a_s[part], tensors, keep=self._kept is not None))
+        return [tuple({name: next(found) for name in names} for names in group) for group in named]
 
 
 class _Graph:
@@ -106,14 +111,16 @@ class _Graph:
         return isinstance(state, Tensor) and state.requires_grad
 
 
-def _pull_back(graphs: Sequence[_Graph], a_w: Sequence[Tensor], a_s: States, wanted: list[Tensor]) -> list[Tensor]:
+def _grad(
+    graphs: Sequence[_Graph], a_w: Sequence[Tensor], a_s: States, wanted: list[Tensor], *, keep: bool
+) -> list[Tensor]:
     if not wanted:
         return []
     pairs = [(graph.update, -a) for graph, a in zip(graphs, a_w, strict=True)]
     for graph, cotangents in zip(graphs, a_s, strict=True):
         pairs += [(graph.next_state[key], a) for key, a in cotangents.items() if graph.follows(key)]
     outputs, incoming = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=keep, allow_unused=True)
     return [torch.zeros_like(x) if f is None else f for f, x in zip(found, wanted, strict=True)]
 
 

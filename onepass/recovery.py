@@ -73,7 +73,7 @@ class Recovery:
 
     def keep(self, step: int, before: list[Joined]) -> None:
         """Remember this point as healthy."""
-        values = [h.value.clone() for h in self._hyperparameters]
+        values = [h.value.detach().clone() for h in self._hyperparameters]
         buffers = [buffer.clone() for buffer in self._evaluation.model.buffers()]
         self._point = Point(step, before, values, buffers)
 

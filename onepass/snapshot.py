@@ -6,13 +6,14 @@ of sixty small tensors costs one kernel an operation, not sixty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Group = dict[str, Any]
+T = TypeVar("T")
 
 # A piece ends at about this many weights: what is computed of it at once should stay small beside a large model.
 LARGEST = 2**20
@@ -78,14 +79,21 @@ class Snapshot:
     def parameters(self) -> list[nn.Parameter]:
         return [p for piece in self.pieces for p in piece.parameters]
 
-    def join(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Tensors, one a parameter, as new tensors, one a piece."""
+    def join(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Tensors, one a parameter, as new tensors, one a piece, each made when it is asked for."""
         rest = iter(tensors)
-        return [_join([next(rest) for _ in piece.parameters]) for piece in self.pieces]
+        return (_join([next(rest) for _ in piece.parameters]) for piece in self.pieces)
 
     def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
         """The reverse of ``join``, as views."""
         return [view for piece, tensor in zip(self.pieces, joined, strict=True) for view in piece.views(tensor)]
+
+
+def drained(tensors: list[T]) -> Iterator[T]:
+    """One after the other, each free once it has been used: together they are as large as the model."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
 
 
 def _sharing(optimizer: torch.optim.Optimizer) -> dict[Any, list[nn.Parameter]]:

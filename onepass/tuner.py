@@ -25,7 +25,7 @@ from onepass.hyperparameters import Hyperparameter
 from onepass.recovery import Recovery
 from onepass.rules import rule_of
 from onepass.schedulers import follow_schedulers
-from onepass.snapshot import Snapshot, read_value
+from onepass.snapshot import Snapshot, drained, read_value
 
 HyperOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -219,30 +219,40 @@ class Tuner:
     # --- one hyper step ---
 
     def _hyper_step(self, batch: Any) -> TunerStep:
-        assert self._snapshot is not None
+        snapshot = self._snapshot
+        assert snapshot is not None
         first, again = not self.history.records, self._recovery is not None and self._recovery.on_probation()
         with _requiring_grad([h.value for h in self._extra.values()]):
             valid_batch = next(self._valid)
-            loss, valid_gradient, direct = self._validation(self._snapshot, valid_batch)
+            loss, valid_gradient, direct = self._validation(snapshot, valid_batch)
             verdict = self._recovery.judge(loss, valid_batch) if self._recovery else None
             if verdict is not None and not verdict.healthy:
                 return self._go_back(loss, again=again)
-            natural = self._estimator.hypergradients(batch, self._snapshot, valid_gradient, self._used, self._extra)
+            if verdict is not None and verdict.safe:
+                self._keep_point()  # now, so that the old point makes room
+            natural = self._estimator.hypergradients(
+                batch,
+                snapshot,
+                valid_gradient,
+                self._used,
+                self._extra,
+                again=lambda: self._validation(snapshot, valid_batch)[1],
+            )
         for h, derivative in direct.items():
             natural[h] = natural[h] + derivative
         if first:
             self._warn_of_no_effect(natural)
-        if verdict is not None and verdict.safe:
-            self._keep_point()
         return self._move({h: h.pull_back(natural[h]) for h in self._hyperparameters if h in natural}, loss)
 
     def _validation(self, snapshot: Snapshot, batch: Any) -> tuple[float, list[Tensor], dict[Hyperparameter, Tensor]]:
         """The validation loss after the step, its gradient by the weights, and directly by the extras it depends on."""
         parameters, extra = snapshot.parameters, list(self._extra.values())
         loss, found = self._evaluation.validation(batch, [*parameters, *(h.value for h in extra)])
-        by_weights = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=False)]
         by_extra = zip(extra, found[len(parameters) :], strict=True)
-        return loss, snapshot.join(by_weights), {h: g for h, g in by_extra if g is not None}
+        direct = {h: g for h, g in by_extra if g is not None}
+        del found[len(parameters) :]
+        by_weights = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, drained(found), strict=True))
+        return loss, list(snapshot.join(by_weights)), direct
 
     @torch.no_grad()
     def _move(self, raw: dict[Hyperparameter, Tensor], loss: float) -> TunerStep:

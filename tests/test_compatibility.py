@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -226,6 +227,48 @@ def test_auto_falls_back_with_one_warning() -> None:
         assert record is not None
         slopes.append(record.hypergradients["lr"][0])
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-5)
+
+
+class Slope(torch.autograd.Function):
+    """Refuses only when its own derivative is taken, in the middle of the series."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient * (1 - x.tanh() ** 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("derivative of the slope")
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return Slope.apply(*gradients, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+
+class LateFirstOrder(FirstOrder):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.outer(Late.apply(self.inner(x)))  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_a_late_fall_back_is_as_if_asked_for() -> None:
+    records = []
+    for curvature in ("auto", "finite-difference"):
+        model = LateFirstOrder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        tuner = onepass.Tuner(model, optimizer, mse, [regression(seed=2)], interval=1, curvature=curvature)
+        train_step(model, optimizer, regression())
+        warned = pytest.warns(UserWarning, match="derivative of the slope")
+        with warned if curvature == "auto" else nullcontext():
+            records.append(tuner.step(regression()))
+    assert records[0] == records[1]
 
 
 def test_exact_on_a_first_order_kernel_is_an_error() -> None:
