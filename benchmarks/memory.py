@@ -16,19 +16,17 @@ import argparse
 import gc
 import json
 import os
-import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import onepass
+from onepass.memory import MEBIBYTE, Alive
 
 Batch = tuple[Tensor, Tensor]
 
@@ -36,7 +34,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-4, weight_decay=1e-4),
 }
-MEBIBYTE = 2**20
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -147,31 +144,6 @@ def _on_cpu(work: Callable[[], object]) -> tuple[int, int]:
     found = count.highest, count.now
     del alive
     return found
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the tensors made under this mode and still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.highest = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.highest = max(self.highest, self.now)
-        weakref.finalize(storage, self._remove, storage._cdata)
-
-    def _remove(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
 
 
 def main() -> None:

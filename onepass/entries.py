@@ -84,11 +84,11 @@ def collect(
     """
     _check_names(rule, tune, tied, bounds)
     entries: Entries = {}
-    for name in _expanded(tune) if tune is not None else rule.tunable:
+    for name in expanded(tune) if tune is not None else rule.tunable:
         starts = [_start(group, name) for group in groups]
         usable = [start is not None and in_domain(start, rule.tunable[name]) for start in starts]
         if any(usable):
-            entries[name] = _entries(groups, name, starts, usable, rule, bounds.get(name), name in _expanded(tied))
+            entries[name] = _entries(groups, name, starts, usable, rule, bounds.get(name), name in expanded(tied))
         elif tune is not None:
             cure = TRANSFORMS[rule.tunable[name]].cure
             raise ValueError(f"{name} cannot be tuned from {starts[0]} in {rule.tunable[name]} space; {cure}")
@@ -142,7 +142,7 @@ def _unshare(groups: Sequence[Group], name: str) -> None:
         seen.add(id(group.get(name)))
 
 
-def _expanded(tune: Sequence[str]) -> list[str]:
+def expanded(tune: Sequence[str]) -> list[str]:
     return [name for given in tune for name in (("beta1", "beta2") if given == "betas" else (given,))]
 
 
@@ -154,7 +154,7 @@ def _check_names(
             f"tune and tied must be tuples of names, but got the string {tune if isinstance(tune, str) else tied!r}"
         )
     known = sorted(rule.tunable)
-    for argument, names in (("tune", _expanded(tune or ())), ("tied", _expanded(tied)), ("bounds", bounds)):
+    for argument, names in (("tune", expanded(tune or ())), ("tied", expanded(tied)), ("bounds", bounds)):
         for name in names:
             if name not in rule.tunable:
                 raise ValueError(f"names in {argument} must be among {known}, but got {name!r}")

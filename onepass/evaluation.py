@@ -29,7 +29,7 @@ class Evaluation:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         for name, function in (("loss", loss), ("valid_loss", valid_loss)):
             if function is not None:
-                _check_signature(name, function)
+                check_signature(name, function)
         self._loss = _Scalar(self.model, loss, "loss")
         self._valid_loss = _Scalar(self.model, valid_loss, "valid_loss") if valid_loss else self._loss
         self._cuda = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda"})
@@ -103,13 +103,13 @@ class Evaluation:
     def _valid_value(self, batch: Any) -> Tensor:
         self._rewind()
         try:
-            with _validation_mode(self.model):
+            with validation_mode(self.model):
                 return self._valid_loss(batch)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
         # The last batch of a loader may have a single sample, which has no statistics of its own.
-        with _validation_mode(self.model, batch_statistics=False):
+        with validation_mode(self.model, batch_statistics=False):
             return self._valid_loss(batch)
 
 
@@ -163,7 +163,7 @@ class TrainingLoss:
         return outputs, leaves, value
 
 
-def _check_signature(name: str, function: Any) -> None:
+def check_signature(name: str, function: Any) -> None:
     cure = f"write def {name}(model, batch): return criterion(model(batch[0]), batch[1])"
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"{name} must be a function of (model, batch), but got {type(function).__name__}; {cure}")
@@ -184,15 +184,18 @@ class _Scalar:
         self.model, self.loss, self.name = model, loss, name
 
     def __call__(self, batch: Any) -> Tensor:
-        value = self.loss(self.model, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{self.name}(model, batch) must return a scalar tensor, but got {got}")
-        return value.reshape(())
+        return checked_scalar(self.loss(self.model, batch), self.name)
+
+
+def checked_scalar(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}(model, batch) must return a scalar tensor, but got {got}")
+    return value.reshape(())
 
 
 @contextmanager
-def _validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Iterator[None]:
+def validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Iterator[None]:
     """Dropout off, batch norm as it was.
 
     With running statistics the loss would seem to depend on the scale of weights that batch norm makes irrelevant, and

@@ -124,7 +124,7 @@ class Hyperparameter:
         self.start = start.clone()
         self._exact = torch.float64 if start.numel() == 1 and start.device.type != "mps" else start.dtype
         exact = start.to(self._exact) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=self._exact)
-        self._set_bounds(_checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds))
+        self._set_bounds(checked_bounds(name, start if isinstance(value, Tensor) else exact, transform, bounds))
         self.raw = TRANSFORMS[transform].to_raw(exact)
 
     def pull_back(self, natural_gradient: Tensor) -> Tensor:
@@ -168,12 +168,14 @@ def in_domain(value: Tensor | float, transform: str) -> bool:
     return bool(((value > low) & (value < high)).all())
 
 
-def _checked_bounds(
-    name: str, start: Tensor, transform: str, bounds: tuple[float, float] | None
-) -> tuple[float, float]:
+def default_bounds(name: str, transform: str) -> tuple[float, float]:
+    return DEFAULT_BOUNDS.get(name, TRANSFORM_BOUNDS[transform])
+
+
+def checked_bounds(name: str, start: Tensor, transform: str, bounds: tuple[float, float] | None) -> tuple[float, float]:
     low, high = float(start.min()), float(start.max())
     if bounds is None:
-        default = DEFAULT_BOUNDS.get(name, TRANSFORM_BOUNDS[transform])
+        default = default_bounds(name, transform)
         return min(default[0], low), max(default[1], high)
     edges = TRANSFORMS[transform].domain
     if len(bounds) != 2 or not edges[0] <= bounds[0] < bounds[1] <= edges[1]:

@@ -14,11 +14,24 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
 
 # Lower layers know nothing of higher ones; a module may import from its own layer.
 LAYERS = [
-    {"version", "hyperparameters", "rules", "curvature", "guard", "batches"},
-    {"linearise", "evaluation", "snapshot", "checks"},
-    {"hypergradient", "entries", "history", "optim", "recovery"},
-    {"estimator", "schedulers"},
-    {"tuner"},
+    {
+        "version",
+        "hyperparameters",
+        "rules",
+        "curvature",
+        "guard",
+        "starts",
+        "memory",
+        "checkpoint",
+        "progress",
+        "workers",
+    },
+    {"linearise", "evaluation", "snapshot", "checks", "batches", "replicas"},
+    {"hypergradient", "entries", "history", "optim", "recovery", "stack", "journal"},
+    {"estimator", "schedulers", "interval"},
+    {"tuner", "backends"},
+    {"begin", "blocks"},
+    {"population"},
     {"__init__"},
 ]
 

@@ -34,3 +34,14 @@ def test_memory_at_its_highest() -> None:
     # Weights, gradient and momentum before the step; two adjoints; what goes into a Hessian product, and what comes
     # out; the training gradient with its graph. That makes 8, and a rest for what is computed a piece at a time.
     assert 7.5 < float(done.stdout) < 8.5
+
+
+def test_population(tmp_path: Path) -> None:
+    result = tmp_path / "population.json"
+    command = [sys.executable, "benchmarks/population.py", "--replicas", "1", "3", "--json", str(result)]
+    said = subprocess.run([*command, "--quick"], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "hypergradients of both agree to" in said
+    times = json.loads(result.read_text())["milliseconds"]
+    assert all(len(rounds) == 2 for found in times.values() for rounds in found.values())
+    subprocess.run([*command, "--whole-run", "--steps", "20"], check=True, cwd=ROOT, capture_output=True)
+    assert all(seconds > 0 for seconds in json.loads(result.read_text())["seconds"].values())

@@ -17,6 +17,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
     "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
     "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
+    "many_starts.py": (r"tuned: test accuracy worst (\d+\.\d+)", r"plain: test accuracy worst (\d+\.\d+)"),
     "per_element.py": (r"one for all: +validation loss (\d+\.\d+)", r"one for each: +validation loss (\d+\.\d+)"),
     "per_layer.py": (r"one for all: +validation loss (\d+\.\d+)", r"one a layer: +validation loss (\d+\.\d+)"),
 }

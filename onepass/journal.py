@@ -1,0 +1,113 @@
+"""What a population did, when: the record of all replicas, thinned so that it never outgrows the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.replicas import Named, Record
+
+# Once there are this many records, every second is dropped, and only every second, fourth ... is kept from then on.
+LARGEST = 1024
+
+
+class PopulationHistory:
+    """Values and validation losses over time, one column a replica.
+
+    Attributes:
+        steps: weight steps taken at each record.
+        returns: how often the guard took each replica back.
+        skipped: how many hyper steps left a replica's values alone because something was not finite.
+    """
+
+    def __init__(self, start: Named, replicas: int) -> None:
+        self.start = {name: value.cpu() for name, value in start.items()}
+        self.steps: list[int] = []
+        self._records: list[Record] = []
+        self._every, self._seen = 1, 0
+        self._returns: Tensor | int = torch.zeros(replicas, dtype=torch.int64)
+        self._skipped: Tensor | int = torch.zeros(replicas, dtype=torch.int64)
+
+    def append(self, step: int, record: Record) -> None:
+        self._returns = record.returned + _beside(self._returns, record.returned)
+        self._skipped = record.skipped + _beside(self._skipped, record.skipped)
+        self._seen += 1
+        if (self._seen - 1) % self._every:
+            return
+        self.steps.append(step)
+        self._records.append(record)
+        if len(self.steps) == LARGEST:
+            self.steps, self._records, self._every = self.steps[1::2], self._records[1::2], 2 * self._every
+            self._seen = 1  # the last record was kept: the next is due after a whole gap
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __repr__(self) -> str:
+        return f"PopulationHistory of {len(self)} records of {', '.join(self.start)}"
+
+    @property
+    def returns(self) -> Tensor:
+        return torch.as_tensor(self._returns).cpu()
+
+    @property
+    def skipped(self) -> Tensor:
+        return torch.as_tensor(self._skipped).cpu()
+
+    @property
+    def valid_loss(self) -> Tensor:
+        """``(records, replicas)``"""
+        return torch.stack([record.valid_loss for record in self._records]).cpu() if self._records else torch.empty(0)
+
+    @property
+    def values(self) -> Named:
+        """Name -> ``(records, replicas)``, natural units; the median where every weight has a value of its own."""
+        return self._stacked("values")
+
+    @property
+    def hypergradients(self) -> Named:
+        """Name -> ``(records, replicas)``, in raw space."""
+        return self._stacked("hypergradients")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, ready for ``json.dumps``."""
+        return {
+            "start": {name: value.tolist() for name, value in self.start.items()},
+            "steps": self.steps,
+            "valid_loss": self.valid_loss.tolist(),
+            "values": {name: value.tolist() for name, value in self.values.items()},
+            "hypergradients": {name: value.tolist() for name, value in self.hypergradients.items()},
+            "returns": self.returns.tolist(),
+            "skipped": self.skipped.tolist(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "start": self.start,
+            "steps": self.steps,
+            "records": [{k: _to_cpu(v) for k, v in record._asdict().items()} for record in self._records],
+            "every": [self._every, self._seen],
+            "returns": self.returns,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start, self.steps = state["start"], list(state["steps"])
+        self._records = [Record(**record) for record in state["records"]]
+        self._every, self._seen = state["every"]
+        self._returns, self._skipped = state["returns"], state["skipped"]
+
+    def _stacked(self, field: str) -> Named:
+        found = [getattr(record, field) for record in self._records]
+        names = found[0] if found else {}
+        return {name: torch.stack([one[name].cpu() for one in found]) for name in names}
+
+
+def _beside(total: Tensor | int, like: Tensor) -> Tensor | int:
+    return total.to(like.device) if isinstance(total, Tensor) else total
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else {name: tensor.cpu() for name, tensor in value.items()}

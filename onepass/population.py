@@ -1,0 +1,359 @@
+"""``Population``: many independent trainings of one small model, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+
+from onepass import checkpoint as files
+from onepass.backends import BACKENDS, Backend
+from onepass.batches import Feed, to_device
+from onepass.begin import chosen_rule, made_by, set_up
+from onepass.blocks import Block, block_size, members_of, merged, split
+from onepass.evaluation import LossFunction
+from onepass.guard import Guard
+from onepass.interval import Taken, idle_parameters, middles, valid_loss
+from onepass.journal import PopulationHistory
+from onepass.memory import kept_warm
+from onepass.progress import Progress
+from onepass.replicas import Named, Record, State, from_plain, mapped, selected, to_plain
+from onepass.rules import Rule
+from onepass.stack import MakeModel, Stack
+from onepass.tuner import HyperOptimizer, default_hyper_optimizer
+from onepass.workers import Each, workers
+
+WORTH_RECORDING = 300  # weight steps
+CPU = torch.device("cpu")
+
+
+class Population:
+    """Trains ``replicas`` copies of a small model at once, each tuned as a ``Tuner`` would tune it alone.
+
+    >>> from onepass.starts import LogUniform
+    >>> def loss(model, batch): return ((model(batch[0]) - batch[1]) ** 2).mean()
+    >>> batch = torch.randn(32, 3), torch.randn(32, 1)
+    >>> population = Population(lambda: nn.Linear(3, 1), loss, replicas=4, start={"lr": LogUniform(1e-6, 1e-1)})
+    >>> population.run([batch], [batch], steps=20)
+    >>> population.evaluate(loss, batch).shape
+    torch.Size([4])
+
+    Args:
+        make_model: makes a freshly initialised model; called once a replica, and once more.
+        loss: ``loss(model, batch)``, the scalar training loss.
+        rule: a name from ``onepass.rules.RULES``, an ``onepass.Rule``, or a torch optimizer class that has one.
+        replicas: how many.
+        start: name -> ``LogUniform``, ``Uniform``, one number for all, or one number each; and the rule's switches.
+            What is not named has torch's default.
+        tune: names of what is tuned; by default everything whose start lies inside its domain; ``()`` for nothing.
+        interval, lookback, through_state, hyper_optimizer, valid_loss, bounds, guard: as for ``Tuner``.
+        per_element: tuned names that have a value of their own for every weight.
+        unroll: take exact hypergradients through this many last steps, instead of the look-back series.
+        restart: go back to the first weights after every hyper step.
+        scale: name -> what its value is multiplied by after every interval; for values that are not tuned.
+        seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
+        device: where everything is computed.
+        block: replicas to work on at a time; by default as many as fit the cache of a CPU, or the memory of a GPU.
+            Dropout draws for a whole block at once: to repeat such a run elsewhere, give the block too.
+        backend: how steps are computed, a name from ``onepass.backends.BACKENDS``; "auto" is a fast one where it pays.
+
+    Attributes:
+        history: values and validation losses over time.
+        steps: weight steps taken so far.
+    """
+
+    def __init__(
+        self,
+        make_model: MakeModel,
+        loss: LossFunction,
+        rule: str | Rule | type[torch.optim.Optimizer] = "sgd",
+        *,
+        replicas: int,
+        start: Mapping[str, Any],
+        tune: Sequence[str] | None = None,
+        interval: int = 10,
+        lookback: int = 5,
+        through_state: bool = True,
+        hyper_optimizer: HyperOptimizer | None = None,
+        valid_loss: LossFunction | None = None,
+        bounds: Mapping[str, tuple[float, float]] | None = None,
+        guard: Guard | None = Guard(),  # noqa: B008 (frozen)
+        per_element: Sequence[str] = (),
+        unroll: int | None = None,
+        restart: bool = False,
+        scale: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        block: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        counts = {"replicas": replicas, "interval": interval, "lookback": lookback, "unroll": unroll, "block": block}
+        for name, number in counts.items():
+            if number is not None or name in ("replicas", "interval", "lookback"):
+                _check_count(name, number)
+        if guard is not None and not isinstance(guard, Guard):
+            raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
+        if unroll is not None and guard is not None:
+            raise ValueError("guard must be None with unroll: it would undo the steps that are differentiated")
+        if backend != "auto" and backend not in BACKENDS:
+            raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
+        self.replicas, self.seed, self.steps = replicas, seed, 0
+        self._device = _checked_device(device)
+        self._stack = Stack(make_model, loss, valid_loss)
+        self._method, state = set_up(
+            self._stack,
+            chosen_rule(rule),
+            replicas=replicas,
+            start=start,
+            tune=tune,
+            per_element=tuple(per_element),
+            scale=scale or {},
+            bounds=bounds or {},
+            hyper_optimizer=hyper_optimizer or default_hyper_optimizer,
+            guard=guard,
+            restart=restart,
+            seed=seed,
+            interval=interval,
+            lookback=lookback,
+            through_state=through_state,
+            unroll=unroll,
+        )
+        self._stack.module.to(self._device)
+        self._state: State = mapped(lambda tensor: tensor.to(self._device), state)
+        self._loss, self._valid_loss = loss, valid_loss
+        self._block, self._size, self._backend = block, block or replicas, backend
+        self._earlier: list[Taken] = []
+        self._feeds: Feeds | None = None
+        self._made_by = made_by(self._method, state, replicas=replicas, seed=seed, restart=restart)
+        starts = {**state.fixed, **{name: state.limits[name].start for name in state.raw}}
+        self.history = PopulationHistory(middles(starts), replicas)
+
+    def run(
+        self,
+        train: Iterable[Any],
+        valid: Iterable[Any] | None = None,
+        *,
+        steps: int,
+        progress: bool = False,
+        checkpoint: str | Path | None = None,
+        every: int | None = None,
+    ) -> None:
+        """Take ``steps`` more weight steps.
+
+        Args:
+            train, valid: iterables of batches, cycled: a list, a DataLoader, ``onepass.Minibatches``. All replicas see
+                the same batches, unless ``Minibatches`` says otherwise. ``valid`` may be left out if nothing is tuned.
+            progress: show a progress bar on stderr.
+            checkpoint: a file to go on from if it is there, and to save to.
+            every: weight steps between two savings; by default a tenth of ``steps``.
+        """
+        _check_count("steps", steps)
+        if every is not None:
+            _check_count("every", every)
+        begin, end = self.steps, self.steps + steps
+        self._feeds = feeds = self._checked_feeds(train, valid)
+        origin = {**self._made_by, **{feed.name: feed.digest() for feed in feeds if feed is not None}}
+        blocks = self._resume(checkpoint, origin, begin, end) or self._begin(end)
+        saved, pause = self.steps, every or -(-steps // 10)
+        bar = Progress(self.steps, end) if progress else None
+        # Beside the window of exact hypergradients, which grows, warm memory would be full of holes.
+        warm = self._device.type == "cpu" and self._method.unroll is None
+        threads = min(len(blocks), torch.get_num_threads()) if blocks[0].backend.side_by_side else 1
+        try:
+            with kept_warm() if warm else nullcontext(), workers(threads) as each:
+                while self.steps < end:
+                    blocks, record = self._advance(blocks, end, each)
+                    if checkpoint is not None and (self.steps - saved >= pause or self.steps == end):
+                        self._save(checkpoint, origin, begin, blocks)
+                        saved = self.steps
+                    if bar is not None and bar.due(self.steps):
+                        bar.show(self.steps, record.valid_loss if feeds.valid else None)
+        finally:  # an interrupted run stands where it was after its last whole interval
+            self._state = merged(blocks, [block.state for block in blocks])
+            if bar is not None:
+                bar.close()
+
+    def values(self) -> Named:
+        """Name -> one value a replica, natural units; ``(replicas, weights)`` where every weight has its own.
+
+        Weights are in the order of ``torch.nn.utils.parameters_to_vector``.
+        """
+        method, state = self._method, self._state
+        found = {**state.fixed, **{name: method.natural(state, name) for name in method.tune}}
+        return {name: (v[:, 0] if v.shape[1] == 1 else v).cpu().clone() for name, v in found.items()}
+
+    def evaluate(self, metric: LossFunction, batch: Any) -> Tensor:
+        """``metric(model, batch)`` of every replica, in evaluation mode; NaN where a replica has diverged."""
+        batch, now = to_device(batch, self._device), self._state.now
+        parts = torch.arange(self.replicas, device=self._device).split(self._size)
+        found = [self._stack.metric(metric, now.weights[part], selected(now.buffers, part), batch) for part in parts]
+        values = torch.cat(found).cpu()
+        return values.masked_fill(self.diverged(), torch.nan) if values.is_floating_point() else values
+
+    def best(self, k: int = 1) -> list[nn.Module]:
+        """The ``k`` replicas with the lowest validation loss, as ordinary modules, best first."""
+        _check_count("k", k)
+        if self._feeds is None or self._feeds.valid is None:
+            raise RuntimeError("best needs a validation loss: call run(train, valid, steps=...) first")
+        if k > self.replicas:
+            raise ValueError(f"k must be at most the {self.replicas} replicas there are, but got {k}")
+        loss = self._valid_loss or self._loss
+        losses = torch.stack([self.evaluate(loss, batch) for batch in self._feeds.valid.one_pass()]).mean(0)
+        order = losses.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf).argsort(stable=True)
+        return [self.model(int(r)) for r in order[:k]]
+
+    def model(self, replica: int) -> nn.Module:
+        """One replica as an ordinary module."""
+        now = self._state.now
+        return self._stack.model(now.weights[replica], {name: b[replica] for name, b in now.buffers.items()})
+
+    def diverged(self) -> Tensor:
+        """Which replicas have weights that are not finite."""
+        return ~self._state.now.weights.isfinite().all(1).cpu()
+
+    def __repr__(self) -> str:
+        tuned = ", ".join(self._method.tune) or "nothing"
+        return f"Population of {self.replicas} after {self.steps} steps, tuning {tuned}"
+
+    # --- inside a run ---
+
+    def _checked_feeds(self, train: Any, valid: Any) -> Feeds:
+        """Where batches come from; the same as in the last run, they go on where they were."""
+        if valid is None and self._method.tune:
+            raise ValueError(f"valid must be given to tune {', '.join(self._method.tune)}, but got None")
+
+        def feed(batches: Any, name: str, last: Feed | None) -> Feed:
+            if last is not None and last.batches is batches:
+                return last
+            return Feed(batches, name, self._device, self.replicas, self.seed)
+
+        last_train, last_valid = self._feeds or (None, None)
+        return Feeds(feed(train, "train", last_train), None if valid is None else feed(valid, "valid", last_valid))
+
+    def _begin(self, end: int) -> list[Block]:
+        """One look at the first batches, so that a bad loss or too little memory is told at once; then blocks."""
+        taken, valid = self._prepare()
+        self._size = block_size(self._method, self._state, taken, valid, self._block)
+        members = members_of(self.replicas, self._size, self._device)
+        blocks = split(self._chosen_backend(self.steps, end), self._state, members, [True] * len(members))
+        for block in blocks:
+            block.begin(taken, valid)
+        return blocks
+
+    def _prepare(self) -> tuple[Taken, Any]:
+        """Adapt the method to these batches: who has batches of its own, what they leave idle, is anything random."""
+        assert self._feeds is not None
+        train, valid = self._feeds
+        per_replica = train.per_replica, valid is not None and valid.per_replica
+        self._method = replace(self._method, per_replica=per_replica, dropout=None)
+        taken = Taken(self.steps, train.peek())
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            before = _random_state(self._device)
+            idle = idle_parameters(self._method, self._state, taken)
+            if valid is not None:
+                one = selected(valid.peek(), slice(1)) if valid.per_replica else valid.peek()
+                valid_loss(self._method, selected(self._state.now, slice(1)), one)
+            random = not torch.equal(before, _random_state(self._device))
+        self._method = replace(self._method, idle=idle, dropout=self.seed if random else None)
+        return taken, valid.peek() if valid is not None else None
+
+    def _advance(self, blocks: list[Block], end: int, each: Each) -> tuple[list[Block], Record]:
+        """All blocks to the end of the interval, or of the run."""
+        assert self._feeds is not None
+        method, feeds = self._method, self._feeds
+        count = min(method.interval - self.steps % method.interval, end - self.steps)
+        batches = [Taken(self.steps + i, next(feeds.train)) for i in range(count)]
+        whole = (self.steps + count) % method.interval == 0
+        valid = None if feeds.valid is None else next(feeds.valid) if whole else feeds.valid.peek()
+        if self.steps == 0:  # still eager
+            found = [block.advanced(batches, valid, self._earlier) for block in blocks]
+        else:
+            found = each(lambda block: block.advanced(batches, valid, self._earlier), blocks)
+        record = merged(blocks, [one for _, one in found])
+        for block, (state, _) in zip(blocks, found, strict=True):
+            block.state = state
+        self.steps += count
+        self.history.append(self.steps, record)
+        if method.unroll is not None:
+            self._earlier = [*self._earlier, *batches][-method.unroll :]
+        if method.guard is None and method.unroll is None and self._device.type == "cpu":
+            blocks = [part for block in blocks for part in block.without_lost()]
+        return blocks, record
+
+    def _chosen_backend(self, begin: int, end: int) -> Backend:
+        """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
+        eager = self._method.dropout is not None or self._method.unroll is not None or end - begin < WORTH_RECORDING
+        fast = "graphs" if self._device.type == "cuda" else "traced"
+        return BACKENDS[self._backend if self._backend != "auto" else "eager" if eager else fast](self._method)
+
+    # --- saving ---
+
+    def _save(self, path: str | Path, origin: dict[str, Any], begin: int, blocks: list[Block]) -> None:
+        assert self._feeds is not None
+        files.save(
+            path,
+            {
+                "made_by": origin,
+                "steps": [begin, self.steps],
+                "state": to_plain(merged(blocks, [block.state for block in blocks])),
+                "blocks": [(block.members.tolist(), block.alive) for block in blocks],
+                "size": self._size,
+                "earlier": [(taken.step, tree_leaves(to_device(taken.batch, CPU))) for taken in self._earlier],
+                "feeds": [feed.state_dict() for feed in self._feeds if feed is not None],
+                "history": self.history.state_dict(),
+            },
+        )
+
+    def _resume(self, path: str | Path | None, origin: dict[str, Any], begin: int, end: int) -> list[Block] | None:
+        if path is None or not Path(path).exists():
+            return None
+        assert self._feeds is not None
+        saved = files.load(path, origin)
+        if saved["steps"][0] != begin or saved["steps"][1] > end:
+            raise ValueError(
+                f"checkpoint {path} must be of a run from step {begin} to {end}, but it began at {saved['steps'][0]} "
+                f"and has come to {saved['steps'][1]}; give another path to begin anew"
+            )
+        self._prepare()
+        self.steps, self._size = saved["steps"][1], saved["size"]
+        self._state = from_plain(saved["state"], self._device)
+        form = tree_structure(self._feeds.train.peek())
+        batches = [(step, tree_unflatten(parts, form)) for step, parts in saved["earlier"]]
+        self._earlier = [Taken(step, to_device(batch, self._device)) for step, batch in batches]
+        for feed, place in zip([f for f in self._feeds if f is not None], saved["feeds"], strict=True):
+            feed.load_state_dict(place)
+        self.history.load_state_dict(saved["history"])
+        members = [torch.tensor(members, device=self._device) for members, _ in saved["blocks"]]
+        alive = [alive for _, alive in saved["blocks"]]
+        return split(self._chosen_backend(begin, end), self._state, members, alive)
+
+
+class Feeds(NamedTuple):
+    """Where batches come from."""
+
+    train: Feed
+    valid: Feed | None
+
+
+def _check_count(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, but got {number!r}")
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or a CUDA device, but got {device!r}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
