@@ -60,16 +60,17 @@ class Problem(NamedTuple):
     train: Batch
     valid: Batch
     device: str
+    backend: str
 
 
-def made_up(rows: int, features: int, valid_rows: int, device: str, dtype: torch.dtype) -> Problem:
+def made_up(rows: int, features: int, valid_rows: int, device: str, dtype: torch.dtype, backend: str) -> Problem:
     """A smooth function of normal features and some noise; everything of about unit size."""
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(rows + valid_rows, n, generator=generator, dtype=torch.float64) for n in (features, 1))
     mix = torch.randn(features, 3, generator=generator, dtype=torch.float64) / math.sqrt(features)
     y = (torch.sin(2 * x @ mix).sum(1, keepdim=True) + 0.1 * noise) / 1.2
     x, y = x.to(device, dtype), y.to(device, dtype)
-    return Problem((x[:rows], y[:rows]), (x[rows:], y[rows:]), device)
+    return Problem((x[:rows], y[:rows]), (x[rows:], y[rows:]), device, backend)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -95,6 +96,7 @@ def population(problem: Problem, replicas: int, *, tuned: bool = True) -> onepas
         bounds=BOUNDS if tuned else None,
         guard=None,
         device=problem.device,
+        backend=problem.backend,
     )
 
 
@@ -213,17 +215,28 @@ def per_step(problem: Problem, args: argparse.Namespace) -> dict[int, Any]:
 
 
 def whole_runs(problem: Problem, args: argparse.Namespace) -> dict[int, Any]:
-    """Everything but the start of Python and CUDA; and what came of it."""
+    """Seconds of everything but the start of Python: the first time, again in the same process, and its steps alone."""
     found = {}
     for replicas in args.replicas:
-        began = time.perf_counter()
-        many = population(problem, replicas)
-        many.run([problem.train], [problem.valid], steps=args.steps, progress=True)
-        losses = many.evaluate(loss, problem.valid)  # on the CPU, so everything is done
-        found[replicas] = seconds = time.perf_counter() - began
-        print(f"{replicas} replicas, {args.steps} steps: {seconds:.2f} s, end to end", end="; ")
-        print(f"median validation loss {losses.nanmedian():.3g}, {many.diverged().sum()} diverged", flush=True)
+        first, again, half = (
+            _whole_run(problem, replicas, steps) for steps in (args.steps, args.steps, args.steps // 2)
+        )
+        found[replicas] = {"first": first, "again": again, "steps alone": 2 * (again - half)}
+        print(
+            f"{replicas} replicas, {args.steps} steps: "
+            + ", ".join(f"{n} {s:.2f} s" for n, s in found[replicas].items())
+        )
     return found
+
+
+def _whole_run(problem: Problem, replicas: int, steps: int) -> float:
+    began = time.perf_counter()
+    many = population(problem, replicas)
+    many.run([problem.train], [problem.valid], steps=steps, progress=True)
+    losses = many.evaluate(loss, problem.valid)  # on the CPU, so everything is done
+    seconds = time.perf_counter() - began
+    print(f"median validation loss {losses.nanmedian():.3g}, {many.diverged().sum()} diverged", flush=True)
+    return seconds
 
 
 def _ratio(over: list[float], under: list[float]) -> str:
@@ -240,6 +253,7 @@ def _row(*cells: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--backend", help="of the population; default traced on a CPU, graphs on CUDA")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default %(default)s")
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 10, 50, 200, 2000])
     for option, default in (("--rows", 614), ("--features", 8), ("--valid-rows", 78), ("--rounds", 5)):
@@ -252,18 +266,25 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     size = args.rows, args.features, args.valid_rows
-    print(f"torch {torch.__version__}, {args.device} ({machine}), {torch.get_num_threads()} threads")
+    backend = args.backend or ("graphs" if args.device == "cuda" else "traced")
+    print(f"torch {torch.__version__}, {args.device} ({machine}), {torch.get_num_threads()} threads, {backend}")
     print(f"{size[0]} rows x {size[1]} features, {size[2]} validation rows")
     if higher is None and not args.whole_run:
         print("`higher` is not installed, so that part is left out: pip install higher==0.2.1")
     elif not args.whole_run:
-        found = difference(made_up(*size, args.device, torch.float64))
+        found = difference(made_up(*size, args.device, torch.float64, backend))
         print(f"hypergradients of both agree to {found:.1g}")
         assert found < TOLERANCE, f"hypergradients must agree to {TOLERANCE:g} for an honest comparison"
-    problem = made_up(*size, args.device, torch.float32)
+    problem = made_up(*size, args.device, torch.float32, backend)
     results = (whole_runs if args.whole_run else per_step)(problem, args)
     if args.json:
-        about = {"torch": torch.__version__, "device": args.device, "machine": machine, "size": size}
+        about = {
+            "torch": torch.__version__,
+            "device": args.device,
+            "machine": machine,
+            "size": size,
+            "backend": backend,
+        }
         args.json.write_text(json.dumps({**about, "seconds" if args.whole_run else "milliseconds": results}, indent=1))
 
 

@@ -4,13 +4,12 @@
 | --- | --- |
 | eager | plain PyTorch: the reference |
 | traced | recorded once as a list of operations, which then run with no autograd and no ``vmap`` in between |
-| graphs | the same, a whole interval as one CUDA graph |
-| compiled | the same, with operations fused by ``torch.compile`` |
+| graphs | the same, a whole interval as one CUDA graph; CUDA alone |
+| compiled | traced on a CPU, graphs on CUDA, with operations fused by ``torch.compile`` |
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.interval import Method, Steps, Taken, advance, hyper_step, plain_step, probation, valid_loss
 from onepass.replicas import Named, Record, State, Weights, leaves, mapped, rebuilt
+from onepass.workers import Gate
 
 aten = torch.ops.aten
 
@@ -82,8 +82,8 @@ class Compiled(Traced):
     fuse = True
 
 
-# Blocks run side by side, but while operations are recorded the module that all share is in use.
-_RECORDING = threading.Lock()
+# Blocks run side by side; but the recorder looks at all of torch, and uses the module that they share.
+_GATE = Gate()
 
 
 class Program:
@@ -97,11 +97,11 @@ class Program:
         given = leaves(nests)
         form = tuple((x.shape, x.stride(), x.dtype) for x in given)
         if form not in self._programs:
-            with _RECORDING:
+            with _GATE.alone():
                 if form not in self._programs:
                     self._programs[form] = self._recorded(nests, given)
         program, result = self._programs[form]
-        with torch.no_grad():
+        with _GATE.together(), torch.no_grad():
             return rebuilt(result, program(*given))
 
     def _recorded(self, nests: Any, given: list[Tensor]) -> tuple[Callable[..., Any], Any]:
@@ -118,21 +118,22 @@ class Program:
             open_thin_products(program.graph)
         program.graph.eliminate_dead_code()
         program.recompile()
-        # The tensors of the result were only there to show its form.
-        return (_compiled(program) if self._fuse else program), mapped(lambda x: torch.empty(0), result)
+        ready = _compiled(program, given) if self._fuse else program.forward
+        return ready, mapped(lambda x: torch.empty(0), result)  # of the result, only the form is needed
 
 
 _COMPILED: dict[str, Callable[..., Any]] = {}
 
 
-def _compiled(program: fx.GraphModule) -> Callable[..., Any]:
+def _compiled(program: fx.GraphModule, given: list[Tensor]) -> Callable[..., Any]:
     """Compiling takes longer than many a run: populations that do the same operations share the result."""
-    if any(node.op == "get_attr" for node in program.graph.nodes):  # constants of its own
-        return torch.compile(program, dynamic=False)
-    shapes = [_shape(node) for node in program.graph.nodes if node.op == "placeholder"]
-    key = f"{shapes} {program.code}"
+    own_constants = id(program) if any(node.op == "get_attr" for node in program.graph.nodes) else ""
+    key = f"{[_form(node) for node in program.graph.nodes if node.op == 'placeholder']} {program.code} {own_constants}"
     if key not in _COMPILED:
-        _COMPILED[key] = torch.compile(program, dynamic=False)
+        ready = torch.compile(program, dynamic=False)
+        with torch.no_grad():
+            ready(*given)  # it is now that it compiles
+        _COMPILED[key] = ready
     return _COMPILED[key]
 
 
@@ -207,11 +208,6 @@ def _cut(graph: fx.Graph, node: fx.Node, dim: int, pieces: int) -> list[fx.Node]
     return [graph.call_function(aten.slice.Tensor, (node, dim, k, k + 1)) for k in range(pieces)]
 
 
-def _shape(node: Any) -> tuple[int, ...] | None:
-    value = getattr(node, "meta", {}).get("val")
-    return None if value is None else tuple(value.shape)
-
-
 class Captured:
     """A whole interval as one CUDA graph. The state lives in the graph's own memory, and is read from there."""
 
@@ -276,16 +272,19 @@ class Backend(NamedTuple):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether blocks can take their steps at the same time: recorded operations touch nothing that they share."""
-        return isinstance(self.steps, Traced) and not self.captured
+        """Whether blocks take their steps at the same time: recorded operations touch nothing that they share.
+
+        Compiled ones are few and large, and better off with all cores on each.
+        """
+        return type(self.steps) is Traced and not self.captured
 
     def engine(self) -> Eager | Captured:
         return Captured(self.steps) if self.captured else self.steps
 
 
-BACKENDS: dict[str, Callable[[Method], Backend]] = {
-    "eager": lambda method: Backend(Eager(method)),
-    "traced": lambda method: Backend(Traced(method)),
-    "graphs": lambda method: Backend(Traced(method), captured=True),
-    "compiled": lambda method: Backend(Compiled(method), captured=True),
+BACKENDS: dict[str, Callable[[Method, torch.device], Backend]] = {
+    "eager": lambda method, device: Backend(Eager(method)),
+    "traced": lambda method, device: Backend(Traced(method)),
+    "graphs": lambda method, device: Backend(Traced(method), captured=True),
+    "compiled": lambda method, device: Backend(Compiled(method), captured=device.type == "cuda"),
 }

@@ -105,6 +105,8 @@ class Population:
             raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
         self.replicas, self.seed, self.steps = replicas, seed, 0
         self._device = _checked_device(device)
+        if backend == "graphs" and self._device.type != "cuda":
+            raise ValueError(f"backend 'graphs' needs a CUDA device, but got {device!r}; use 'traced' or 'compiled'")
         self._stack = Stack(make_model, loss, valid_loss)
         self._method, state = set_up(
             self._stack,
@@ -130,10 +132,12 @@ class Population:
         self._block, self._size, self._backend = block, block or replicas, backend
         self._earlier: list[Taken] = []
         self._feeds: Feeds | None = None
+        self._made: tuple[str, Backend] | None = None
         self._made_by = made_by(self._method, state, replicas=replicas, seed=seed, restart=restart)
         starts = {**state.fixed, **{name: state.limits[name].start for name in state.raw}}
         self.history = PopulationHistory(middles(starts), replicas)
 
+    @torch.enable_grad()
     def run(
         self,
         train: Iterable[Any],
@@ -290,7 +294,10 @@ class Population:
         """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
         eager = self._method.dropout is not None or self._method.unroll is not None or end - begin < WORTH_RECORDING
         fast = "graphs" if self._device.type == "cuda" else "traced"
-        return BACKENDS[self._backend if self._backend != "auto" else "eager" if eager else fast](self._method)
+        name = self._backend if self._backend != "auto" else "eager" if eager else fast
+        if self._made is None or self._made[0] != name or self._made[1].steps.method != self._method:
+            self._made = name, BACKENDS[name](self._method, self._device)
+        return self._made[1]  # what it has recorded serves the next run too
 
     # --- saving ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,32 @@ from typing import Any
 import torch
 
 Each = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+class Gate:
+    """Many may be inside together, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self._changed:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until everybody has left, and lets nobody in."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inside == 0)
+            yield
 
 
 @contextmanager

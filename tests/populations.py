@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,8 +16,6 @@ from onepass.rules import OPTIMIZERS, RULES
 from tests.problems import Batch, mse, regression, train_step
 
 TRAIN, VALID = regression(32), regression(seed=2)
-
-gc.freeze()  # every run ends with a collection, which would look through all of torch and pytest again
 
 
 def network() -> nn.Module:

@@ -1,0 +1,196 @@
+"""Every backend computes the same; and what recorded operations become on the way."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import onepass
+from onepass.backends import open_thin_products, simplify
+from onepass.workers import Gate, workers
+from tests.populations import assert_close, batches, population, trained, weights
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+
+BACKENDS = [
+    pytest.param("traced", "cpu", id="traced"),
+    pytest.param("compiled", "cpu", id="compiled", marks=COMPILER),
+    pytest.param("traced", "cuda", id="traced on CUDA", marks=CUDA),
+    pytest.param("graphs", "cuda", id="graphs", marks=CUDA),
+    pytest.param("compiled", "cuda", id="compiled on CUDA", marks=CUDA),
+]
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, 6, dtype=torch.float64),
+        nn.BatchNorm1d(6, dtype=torch.float64),
+        nn.ReLU(),
+        nn.Linear(6, 1, dtype=torch.float64),
+    )
+
+
+# Starts hot enough for the guard to go back, and for its closer watch.
+KINDS: dict[str, dict[str, Any]] = {
+    "sgd": {"start": {"lr": [0.01, 0.5, 5.0], "momentum": 0.9, "weight_decay": 1e-3}},
+    "adamw per element": {"rule": "adamw", "start": {"lr": [1e-3, 1e-2, 1.0]}, "per_element": ("lr",)},
+    "batch norm": {"model": normalised, "start": {"lr": [0.01, 0.05, 0.1]}, "guard": None},
+    "plain": {"tune": (), "start": {"lr": [0.01, 0.1, 0.2]}, "scale": {"lr": 0.9}},
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_like_the_eager_one(backend: str, device: str, kind: str) -> None:
+    if backend == "compiled" and device == "cpu" and kind != "sgd":
+        pytest.skip("compiling takes its time: one kind is enough")
+    settings = {"lookback": 2, "device": device, **KINDS[kind]}
+    found, eager = (trained(34, batches(3), backend=b, **settings) for b in (backend, "eager"))
+    assert_close(weights(found), weights(eager), 1e-9)
+    for name, value in eager.values().items():
+        assert_close(found.values()[name], value, 1e-9, name)
+    assert torch.equal(found.history.returns, eager.history.returns)
+    assert found.history.returns.any() == (kind == "sgd" or kind == "adamw per element")
+
+
+@CUDA
+@pytest.mark.parametrize("backend", ["eager", "graphs"])
+def test_a_replica_on_a_gpu_equals_one_on_a_cpu(backend: str) -> None:
+    settings = KINDS["sgd"]
+    assert_close(
+        weights(trained(34, device="cuda", backend=backend, **settings)).cpu(), weights(trained(34, **settings)), 1e-7
+    )
+
+
+@CUDA
+def test_a_run_on_a_gpu_can_be_taken_up(tmp_path: Any) -> None:
+    path, settings = tmp_path / "population.pt", {"device": "cuda", "backend": "graphs", **KINDS["sgd"]}
+    whole, first, second = (population(**settings) for _ in range(3))
+    train, valid = batches(3), batches(2)
+    whole.run(train, valid, steps=60)
+    first.run(train, valid, steps=30, checkpoint=path)
+    second.run(train, valid, steps=60, checkpoint=path)
+    assert torch.equal(weights(whole), weights(second))
+
+
+def test_it_is_recorded_once() -> None:
+    found = population(backend="traced", block=1)
+    found.run(batches(1), batches(1), steps=20)
+    made = found._made
+    found.run(batches(1), batches(1), steps=20)
+    assert made is found._made
+
+
+def test_inside_no_grad() -> None:
+    with torch.no_grad():
+        found = trained(20, backend="traced")
+    assert torch.equal(weights(found), weights(trained(20, backend="traced")))
+
+
+# --- recorded operations ---
+
+
+def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
+    return make_fx(function)(*inputs)
+
+
+def test_nothing_is_done_twice_or_for_nothing() -> None:
+    def wasteful(x: Tensor) -> Tensor:
+        return torch.zeros_like(x) + x.detach().view(3, 4).expand(3, 4) * x.exp() + x.exp() * 1
+
+    x = torch.randn(3, 4)
+    program = recorded(wasteful, x)
+    simplify(program.graph)
+    program.graph.eliminate_dead_code()
+    program.recompile()
+    assert torch.equal(program(x), wasteful(x))
+    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"].count(
+        "aten.exp.default"
+    ) == 1
+    assert not any(word in program.code for word in ("zeros", "detach", "view", "expand"))
+
+
+def test_what_changes_its_input_is_left_alone() -> None:
+    def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        before = y.exp()
+        y.add_(1)
+        return before, y.exp()
+
+    x = torch.randn(3)
+    program = recorded(counted, x)
+    simplify(program.graph)
+    program.recompile()
+    for found, expected in zip(program(x), counted(x), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_random_numbers_are_drawn_each_time() -> None:
+    program = recorded(lambda x: torch.rand_like(x) - torch.rand_like(x), torch.zeros(3))
+    simplify(program.graph)
+    program.recompile()
+    assert program(torch.zeros(3)).abs().min() > 0
+
+
+@pytest.mark.parametrize("shape", [(5, 40, 1), (1, 40, 5), (5, 1, 40), (8, 40, 20), (20, 40, 8), (3, 4, 2)])
+def test_thin_products_become_sums(shape: tuple[int, int, int]) -> None:
+    rows, inner, columns = shape
+    left, right = (torch.randn(2, *size, dtype=torch.float64) for size in ((rows, inner), (inner, columns)))
+    program = recorded(torch.bmm, left, right)
+    open_thin_products(program.graph)
+    program.recompile()
+    assert "bmm" not in program.code
+    assert_close(program(left, right), torch.bmm(left, right), 1e-12)
+
+
+def test_thick_products_stay() -> None:
+    program = recorded(torch.bmm, torch.randn(2, 20, 30), torch.randn(2, 30, 40))
+    open_thin_products(program.graph)
+    assert "bmm" in program.code
+
+
+# --- side by side ---
+
+
+def test_one_alone_waits_for_all_others() -> None:
+    gate, order = Gate(), []
+
+    def together() -> None:
+        with gate.together():
+            time.sleep(0.05)
+            order.append("together")
+
+    thread = threading.Thread(target=together)
+    thread.start()
+    time.sleep(0.01)
+    with gate.alone():
+        order.append("alone")
+    thread.join()
+    assert order == ["together", "alone"]
+
+
+def test_workers_leave_the_number_of_threads_as_it_was() -> None:
+    before = torch.get_num_threads()
+    with workers(3) as each:
+        assert each(lambda x: (x * x, torch.get_num_threads()), [1, 2, 3]) == [(1, 1), (4, 1), (9, 1)]
+    assert torch.get_num_threads() == before
+
+
+def test_blocks_side_by_side_are_like_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"replicas": 6, "block": 2, "backend": "traced"}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    many = trained(40, onepass.Minibatches(batches(1)[0], 4, per_replica=True), **settings)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert torch.equal(
+        weights(many), weights(trained(40, onepass.Minibatches(batches(1)[0], 4, per_replica=True), **settings))
+    )
