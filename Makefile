@@ -27,6 +27,7 @@ format: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/population.py
 
 # torch goes first and alone: with it in place, no other package pulls another build of it.
 $(VENV)/ready: pyproject.toml constraints.txt
