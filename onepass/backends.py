@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onepass.interval import Method, Steps, Taken, advance, hyper_step, plain_step, probation, valid_loss
+from onepass.interval import Steps, advance, hyper_step, plain_step
+from onepass.method import Method, Taken
 from onepass.replicas import Named, Record, State, Weights, leaves, mapped, rebuilt
+from onepass.watch import probation
 from onepass.workers import Gate
 
 aten = torch.ops.aten
@@ -41,7 +43,7 @@ class Eager:
         return probation(self.method, state, valid)
 
     def valid_loss(self, now: Weights, valid: Any) -> Tensor:
-        return valid_loss(self.method, now, valid)
+        return self.method.valid_loss(now, valid)
 
     def advance(
         self, state: State, batches: Sequence[Taken], valid: Any, earlier: Sequence[Taken], *, watch: bool
@@ -63,7 +65,7 @@ class Traced(Eager):
             lambda state, values, batch, valid: hyper_step(method, state, values, [Taken(0, batch)], valid), self.fuse
         )
         self._probation = Program(lambda state, valid: probation(method, state, valid), self.fuse)
-        self._valid_loss = Program(lambda now, valid: valid_loss(method, now, valid), self.fuse)
+        self._valid_loss = Program(method.valid_loss, self.fuse)
 
     def plain(self, state: State, values: Named, taken: Taken) -> State:
         return self._plain(state, values, taken.batch)  # type: ignore[no-any-return]

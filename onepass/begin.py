@@ -14,7 +14,7 @@ from onepass.batches import fingerprint
 from onepass.entries import expanded
 from onepass.guard import Guard
 from onepass.hyperparameters import TRANSFORMS, checked_bounds, default_bounds, in_domain
-from onepass.interval import Method
+from onepass.method import Method
 from onepass.replicas import Limits, Named, State, Weights
 from onepass.rules import OPTIMIZERS, RULES, Rule, rule_of
 from onepass.snapshot import named_values

@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from onepass.backends import Backend, Eager
 from onepass.guard import on_probation
-from onepass.interval import Method, Taken, hyper_step, plain_step, resting, watched
+from onepass.interval import hyper_step, plain_step, resting
 from onepass.memory import available, cache_size, peak
+from onepass.method import Method, Taken
 from onepass.replicas import Record, State, mapped, selected
+from onepass.watch import watched
 
 GIBIBYTE = 2**30
 

@@ -19,9 +19,10 @@ from onepass.begin import chosen_rule, made_by, set_up
 from onepass.blocks import Block, block_size, members_of, merged, split
 from onepass.evaluation import LossFunction
 from onepass.guard import Guard
-from onepass.interval import Taken, idle_parameters, middles, valid_loss
+from onepass.interval import middles
 from onepass.journal import PopulationHistory
 from onepass.memory import kept_warm
+from onepass.method import Taken, idle_parameters
 from onepass.progress import Progress
 from onepass.replicas import Named, Record, State, from_plain, mapped, selected, to_plain
 from onepass.rules import Rule
@@ -262,7 +263,7 @@ class Population:
             idle = idle_parameters(self._method, self._state, taken)
             if valid is not None:
                 one = selected(valid.peek(), slice(1)) if valid.per_replica else valid.peek()
-                valid_loss(self._method, selected(self._state.now, slice(1)), one)
+                self._method.valid_loss(selected(self._state.now, slice(1)), one)
             random = not torch.equal(before, _random_state(self._device))
         self._method = replace(self._method, idle=idle, dropout=self.seed if random else None)
         return taken, valid.peek() if valid is not None else None
