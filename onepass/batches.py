@@ -39,6 +39,9 @@ class Cycle:
         self._waiting: list[Any] = []
         self._drawn = 0
         self._random = self._random_at_start = torch.get_rng_state()
+        own = getattr(batches, "generator", None)  # a DataLoader's
+        self._generator = own if isinstance(own, torch.Generator) else None
+        self._generator_at_start: Tensor | None = None
         self.peek()
 
     def peek(self) -> Any:
@@ -55,12 +58,14 @@ class Cycle:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches drawn in the current pass, and the random state that the pass began with."""
-        return {"drawn": self._drawn, "random": self._random_at_start}
+        """Batches drawn in the current pass, and the random states that the pass began with."""
+        return {"drawn": self._drawn, "random": self._random_at_start, "generator": self._generator_at_start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._iterator, self._drawn = None, 0
         self._random = self._random_at_start = state["random"]
+        if self._generator is not None and state.get("generator") is not None:
+            self._generator.set_state(state["generator"])
         self._waiting.clear()
         for _ in range(state["drawn"]):
             next(self)
@@ -69,6 +74,7 @@ class Cycle:
         for _ in range(2):
             if self._iterator is None:
                 self._random_at_start = torch.get_rng_state()
+                self._generator_at_start = self._generator.get_state() if self._generator is not None else None
                 self._iterator, self._drawn = iter(self.batches), 0
             try:
                 return next(self._iterator)

@@ -33,9 +33,14 @@ def chosen_rule(rule: Any) -> Rule:
     """By name, by optimizer class, or as it is."""
     if isinstance(rule, Rule):
         return rule
-    found = RULES.get(rule) if isinstance(rule, str) else OPTIMIZERS.get(rule)
+    found = (
+        RULES.get(rule.lower()) if isinstance(rule, str) else OPTIMIZERS.get(rule) if isinstance(rule, type) else None
+    )
     if found is None:
-        raise ValueError(f"rule must be one of {sorted(RULES)} or an onepass.Rule, but got {rule!r}")
+        got = repr(rule) if isinstance(rule, (str, type)) else type(rule).__name__
+        raise ValueError(
+            f"rule must be one of {sorted(RULES)}, a torch optimizer class or an onepass.Rule, but got {got}"
+        )
     return found
 
 
@@ -73,7 +78,7 @@ def starting_values(rule: Rule, start: Start, scale: Start, replicas: int, seed:
     for name in rule.tunable:
         if name not in shared and name not in columns:
             raise ValueError(
-                f"start must have {name!r}, but got only {sorted(given) or 'nothing'}; "
+                f"start must have {name!r}, but got {sorted(given)}; "
                 f"give it a value, or a range such as onepass.LogUniform(1e-6, 1e-1)"
             )
         value = torch.as_tensor(columns.get(name, shared.get(name)))

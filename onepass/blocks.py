@@ -143,4 +143,5 @@ def _kept(method: Method, state: State) -> int:
 
 
 def _gib(number: float) -> str:
-    return f"{number / GIBIBYTE:.3g} GiB"
+    gib = number / GIBIBYTE
+    return f"{gib:.3g} GiB" if gib < 1000 else f"{gib:,.0f} GiB"

@@ -30,8 +30,9 @@ def load(path: str | Path, made_by: dict[str, Any]) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved = state["made_by"]
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"checkpoint {path} cannot be read ({reason}); move it away to begin anew") from error
+        raise ValueError(
+            f"checkpoint {path} cannot be read ({type(error).__name__}); move it away to begin anew"
+        ) from error
     for key, value in made_by.items():
         if saved.get(key) != value:
             raise ValueError(

@@ -133,7 +133,7 @@ class TrainingLoss:
         self._lent.close()
         self._lent.enter_context(self._evaluation.lending(dict(zip(self._names, weights, strict=True))))
         if self._twice:
-            self._lent.enter_context(_twice_differentiable_kernels(self._evaluation.model))
+            self._lent.enter_context(twice_differentiable_kernels(self._evaluation.model))
         return self._evaluation.training_loss(self._batch)
 
     def apart(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -218,7 +218,7 @@ def validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Itera
 
 
 @contextmanager
-def _twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
+def twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
     """Swaps the fused kernels that have no second derivative for plain ones: attention, and cuDNN's recurrent nets."""
     cudnn = torch.backends.cudnn
     with ExitStack() as stack:

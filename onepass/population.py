@@ -52,7 +52,8 @@ class Population:
         replicas: how many.
         start: name -> ``LogUniform``, ``Uniform``, one number for all, or one number each; and the rule's switches.
             What is not named has torch's default.
-        tune: names of what is tuned; by default everything whose start lies inside its domain; ``()`` for nothing.
+        tune: names of what is tuned; by default everything whose start lies inside its domain in all replicas; ``()``
+            for nothing.
         interval, lookback, through_state, hyper_optimizer, valid_loss, bounds, guard: as for ``Tuner``.
         per_element: tuned names that have a value of their own for every weight.
         unroll: take exact hypergradients through this many last steps, instead of the look-back series.
@@ -130,6 +131,7 @@ class Population:
         self._stack.module.to(self._device)
         self._state: State = mapped(lambda tensor: tensor.to(self._device), state)
         self._loss, self._valid_loss = loss, valid_loss
+        self._named = {*start, *(("beta1", "beta2") if "betas" in start else ())}
         self._block, self._size, self._backend = block, block or replicas, backend
         self._earlier: list[Taken] = []
         self._feeds: Feeds | None = None
@@ -163,8 +165,10 @@ class Population:
             _check_count("every", every)
         begin, end = self.steps, self.steps + steps
         self._feeds = feeds = self._checked_feeds(train, valid)
+        taken, valid_batch = self._prepare()
         origin = {**self._made_by, **{feed.name: feed.digest() for feed in feeds if feed is not None}}
-        blocks = self._resume(checkpoint, origin, begin, end) or self._begin(end)
+        origin |= {"first step": begin, "first losses": self._first_losses(taken, valid_batch)}
+        blocks = self._resume(checkpoint, origin, begin, end) or self._begin(taken, valid_batch, end)
         saved, pause = self.steps, every or -(-steps // 10)
         bar = Progress(self.steps, end) if progress else None
         # Beside the window of exact hypergradients, which grows, warm memory would be full of holes.
@@ -191,27 +195,39 @@ class Population:
         """
         method, state = self._method, self._state
         found = {**state.fixed, **{name: method.natural(state, name) for name in method.tune}}
-        return {name: (v[:, 0] if v.shape[1] == 1 else v).cpu().clone() for name, v in found.items()}
+        columns = {name: (v[:, 0] if v.shape[1] == 1 else v).cpu().clone() for name, v in found.items()}
+        shared = {n: float(v) for n, v in method.switches.items() if n in self._named and n in method.rule.tunable}
+        return columns | {n: torch.full((self.replicas,), v, dtype=torch.float64) for n, v in shared.items()}
 
     def evaluate(self, metric: LossFunction, batch: Any) -> Tensor:
         """``metric(model, batch)`` of every replica, in evaluation mode; NaN where a replica has diverged."""
+        if isinstance(batch, (list, tuple)) and any(isinstance(part, (list, tuple, dict)) for part in batch):
+            raise ValueError("evaluate takes one batch, but got several; evaluate them one by one and take the mean")
+        if not any(isinstance(part, Tensor) for part in tree_leaves(batch)):
+            raise ValueError(f"evaluate takes one batch, with tensors in it, but got {type(batch).__name__}")
         batch, now = to_device(batch, self._device), self._state.now
         parts = torch.arange(self.replicas, device=self._device).split(self._size)
         found = [self._stack.metric(metric, now.weights[part], selected(now.buffers, part), batch) for part in parts]
         values = torch.cat(found).cpu()
-        return values.masked_fill(self.diverged(), torch.nan) if values.is_floating_point() else values
+        lost = self.diverged()
+        if lost.any() and not values.is_floating_point():
+            values = values.double()
+        return values.masked_fill(lost, torch.nan) if lost.any() else values
 
     def best(self, k: int = 1) -> list[nn.Module]:
-        """The ``k`` replicas with the lowest validation loss, as ordinary modules, best first."""
+        """The ``k`` replicas with the lowest loss on all validation batches, as ordinary modules, best first.
+
+        Both the loss and the modules in evaluation mode. Lost replicas come last.
+        """
         _check_count("k", k)
         if self._feeds is None or self._feeds.valid is None:
-            raise RuntimeError("best needs a validation loss: call run(train, valid, steps=...) first")
+            raise RuntimeError("best needs a validation loss, but there was no run(train, valid, steps=...) with valid")
         if k > self.replicas:
             raise ValueError(f"k must be at most the {self.replicas} replicas there are, but got {k}")
         loss = self._valid_loss or self._loss
         losses = torch.stack([self.evaluate(loss, batch) for batch in self._feeds.valid.one_pass()]).mean(0)
         order = losses.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf).argsort(stable=True)
-        return [self.model(int(r)) for r in order[:k]]
+        return [self.model(int(r)).eval() for r in order[:k]]
 
     def model(self, replica: int) -> nn.Module:
         """One replica as an ordinary module."""
@@ -241,9 +257,7 @@ class Population:
         last_train, last_valid = self._feeds or (None, None)
         return Feeds(feed(train, "train", last_train), None if valid is None else feed(valid, "valid", last_valid))
 
-    def _begin(self, end: int) -> list[Block]:
-        """One look at the first batches, so that a bad loss or too little memory is told at once; then blocks."""
-        taken, valid = self._prepare()
+    def _begin(self, taken: Taken, valid: Any, end: int) -> list[Block]:
         self._size = block_size(self._method, self._state, taken, valid, self._block)
         members = members_of(self.replicas, self._size, self._device)
         blocks = split(self._chosen_backend(self.steps, end), self._state, members, [True] * len(members))
@@ -267,6 +281,18 @@ class Population:
             random = not torch.equal(before, _random_state(self._device))
         self._method = replace(self._method, idle=idle, dropout=self.seed if random else None)
         return taken, valid.peek() if valid is not None else None
+
+    def _first_losses(self, taken: Taken, valid: Any) -> str:
+        """Of one replica, to notice a loss or a network that has changed since."""
+        method, now = self._method, selected(self._state.now, slice(1))
+        own = [
+            selected(b, slice(1)) if each else b
+            for b, each in zip((taken.batch, valid), method.per_replica, strict=True)
+        ]
+        with torch.no_grad():
+            train = method.losses(method.stack.views(now.weights), mapped(torch.clone, now.buffers), Taken(0, own[0]))
+        losses = [float(train), float("nan") if valid is None else float(method.valid_loss(now, own[1]))]
+        return ", ".join(f"{loss:.4g}" for loss in losses)
 
     def _advance(self, blocks: list[Block], end: int, each: Each) -> tuple[list[Block], Record]:
         """All blocks to the end of the interval, or of the run."""
@@ -323,12 +349,11 @@ class Population:
             return None
         assert self._feeds is not None
         saved = files.load(path, origin)
-        if saved["steps"][0] != begin or saved["steps"][1] > end:
+        if saved["steps"][1] > end:
             raise ValueError(
-                f"checkpoint {path} must be of a run from step {begin} to {end}, but it began at {saved['steps'][0]} "
-                f"and has come to {saved['steps'][1]}; give another path to begin anew"
+                f"checkpoint {path} must not have come further than step {end}, but it is at {saved['steps'][1]}; "
+                "give another path to begin anew"
             )
-        self._prepare()
         self.steps, self._size = saved["steps"][1], saved["size"]
         self._state = from_plain(saved["state"], self._device)
         form = tree_structure(self._feeds.train.peek())
@@ -358,6 +383,8 @@ def _checked_device(device: str | torch.device) -> torch.device:
     found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device, but got {device!r}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be there, but got {device!r} and torch sees no CUDA device")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

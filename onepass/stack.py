@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from onepass.evaluation import LossFunction, check_signature, checked_scalar, validation_mode
+from onepass.evaluation import (
+    LossFunction,
+    check_signature,
+    checked_scalar,
+    twice_differentiable_kernels,
+    validation_mode,
+)
 from onepass.starts import private_random
 
 Buffers = dict[str, Tensor]
@@ -25,6 +31,11 @@ class Stack:
     """
 
     def __init__(self, make_model: MakeModel, loss: LossFunction, valid_loss: LossFunction | None) -> None:
+        if isinstance(make_model, nn.Module) or not callable(make_model):
+            raise ValueError(
+                f"make_model must be a function that makes a model, but got {type(make_model).__name__}; "
+                "write lambda: nn.Sequential(...)"
+            )
         self._make_model = make_model
         with private_random(0, "module"):
             self.module = make_model()
@@ -116,28 +127,35 @@ class Stack:
             return functional_call(loss, lent, (batch,))  # type: ignore[no-any-return]
 
         many: Callable[..., Tensor] = vmap(one, in_dims=(0, 0, 0 if per_replica else None), randomness="different")
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # has no derivative, and vmap hides that one is wanted
         try:
-            return many(list(views), buffers, batch)
+            with twice_differentiable_kernels(self.module):
+                return many(list(views), buffers, batch)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise self._explained(error, loss.name) from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
+    def _explained(self, error: RuntimeError, name: str) -> RuntimeError:
         """torch says that something cannot be batched; which module, it does not say."""
-        if "vmap" not in str(error):
+        if not any(sign in str(error) for sign in ("vmap", "Batching rule", "data pointer of Tensor")):
             return error
         names = {module: name for name, module in self.module.named_modules()}
-        where = "loss"
+        where = name
         trace = error.__traceback__
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in names:
                 where = f"module {names[owner] or 'model'!r} ({type(owner).__name__})"
             trace = trace.tb_next
-        reason = str(error).splitlines()[0]
-        return RuntimeError(
-            f"{where} cannot be evaluated for many replicas at once: {reason} Train such a model one run at a "
-            "time with onepass.Tuner"
+        reason = str(error).splitlines()[0].split(". ")[0]
+        cure = (
+            "evaluate population.model(r), one by one"
+            if name == "metric"
+            else "train such a model one run at a time with onepass.Tuner"
         )
+        return RuntimeError(f"{where} cannot be evaluated for many replicas at once: {reason}; {cure}")
 
 
 class _Loss(nn.Module):

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import onepass
+from onepass.batches import Cycle
 from tests.populations import TRAIN, assert_like_the_tuner, population, weights
 from tests.problems import Batch, mse, train_step
 
@@ -136,3 +138,17 @@ def test_runs_do_not_depend_on_how_many_replicas_share_the_data() -> None:
 def test_bad_input(data: Any, size: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         onepass.Minibatches(data, size)
+
+
+def test_a_loader_with_a_generator_of_its_own_finds_its_place() -> None:
+    def cycle() -> Cycle:
+        generator = torch.Generator().manual_seed(3)
+        return Cycle(DataLoader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=True, generator=generator))
+
+    whole = cycle()
+    [next(whole) for _ in range(8)]
+    state = whole.state_dict()
+    expected = [next(whole)[0].tolist() for _ in range(9)]
+    taken_up = cycle()
+    taken_up.load_state_dict(state)
+    assert [next(taken_up)[0].tolist() for _ in range(9)] == expected

@@ -216,3 +216,19 @@ def test_single_precision() -> None:
     assert weights(found).dtype == torch.float32
     assert_close(weights(found), weights(trained(20)), 1e-4)
     assert found.evaluate(mse, to_single(VALID)).dtype == torch.float32
+
+
+def test_attention() -> None:
+    """Fused kernels have no second derivative, and their fast path not even a first: neither must be taken."""
+
+    class Attentive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = torch.stack([x, x.square(), x.sin(), x.cos()], dim=-1)
+            outputs: Tensor = self.layer(tokens)
+            return outputs[:, 0, :1]
+
+    assert_like_the_tuner(12, model=Attentive, lookback=3, start={"lr": [1e-2, 1e-3]}, replicas=2)

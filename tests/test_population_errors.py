@@ -42,10 +42,13 @@ MAKING: list[tuple[dict[str, Any], str]] = [
     ({"lookback": 0}, r"lookback must be an integer of at least 1, but got 0"),
     ({"unroll": 0}, r"unroll must be an integer of at least 1, but got 0"),
     ({"block": 0}, r"block must be an integer of at least 1, but got 0"),
-    ({"rule": "lion"}, r"rule must be one of \['adagrad'.*'sgd'\] or an onepass\.Rule, but got 'lion'"),
+    (
+        {"rule": "lion"},
+        r"rule must be one of \['adagrad'.*'sgd'\], a torch optimizer class or an onepass\.Rule, but got 'lion'",
+    ),
     ({"rule": torch.optim.LBFGS}, r"rule must be one of .*but got <class .*LBFGS"),
-    ({"start": {}}, r"start must have 'lr', but got only nothing; .*onepass\.LogUniform\(1e-6, 1e-1\)"),
-    ({"start": {"momentum": 0.9}}, r"start must have 'lr', but got only \['momentum'\]"),
+    ({"start": {}}, r"start must have 'lr', but got \[\]; .*onepass\.LogUniform\(1e-6, 1e-1\)"),
+    ({"start": {"momentum": 0.9}}, r"start must have 'lr', but got \['momentum'\]"),
     ({"start": [0.1]}, r"start must map names to values or distributions, but got list"),
     ({"start": {"lr": RANGE, "speed": 1.0}}, r"names in start must be among .*'lr'.*but got 'speed'"),
     ({"start": {"lr": [0.1, 0.2]}}, r"start\['lr'\] must be .* or 3 numbers, but got \[0.1, 0.2\]"),
@@ -167,7 +170,7 @@ def test_best() -> None:
     found = trained(4)
     check(lambda: found.best(0), r"k must be an integer of at least 1, but got 0")
     check(lambda: found.best(4), r"k must be at most the 3 replicas there are, but got 4")
-    check(lambda: population().best(), r"best needs a validation loss: call run\(", RuntimeError)
+    check(lambda: population().best(), r"best needs a validation loss, but there was no run\(", RuntimeError)
 
 
 def test_evaluate() -> None:
@@ -219,10 +222,26 @@ def test_checkpoint_of_another_configuration(other: str, path: Path) -> None:
 def test_checkpoint_of_another_run(path: Path) -> None:
     """Longer than asked for, or from another beginning."""
     before = path.read_bytes()
-    for later, steps in ((population(), 2), (trained(4), 4)):
-        begin, end = later.steps, later.steps + steps
-        message = rf"must be of a run from step {begin} to {end}, but it began at 0 and has come to 4"
-        check(lambda later=later, steps=steps: later.run([TRAIN], [VALID], steps=steps, checkpoint=path), message)  # type: ignore[misc]
+    too_far, later = "must not have come further than step 2, but it is at 4", "its first step is 0 and here it is 4"
+    check(lambda: population().run([TRAIN], [VALID], steps=2, checkpoint=path), too_far)
+    check(lambda: trained(4).run([TRAIN], [VALID], steps=4, checkpoint=path), later)
+    assert path.read_bytes() == before
+
+
+def test_checkpoint_of_another_loss_or_network(path: Path) -> None:
+    """The same shapes, but other numbers come out: noticed by the first losses."""
+    before = path.read_bytes()
+
+    def absolute(model: nn.Module, batch: Any) -> Tensor:
+        error: Tensor = model(batch[0]) - batch[1]
+        return error.abs().mean()
+
+    def rectified() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 6, dtype=torch.float64), nn.ReLU(), nn.Linear(6, 1, dtype=torch.float64))
+
+    for change in ({"loss": absolute}, {"valid_loss": absolute}, {"model": rectified}):
+        with pytest.raises(ValueError, match="its first losses is"):
+            population(**change).run([TRAIN], [VALID], steps=8, checkpoint=path)
     assert path.read_bytes() == before
 
 
@@ -274,3 +293,35 @@ def test_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 2**40)
     assert trained(4, replicas=16)._size == 16
     assert (weights(chosen) - weights(trained(4, replicas=16, block=16))).abs().max() < 1e-12
+
+
+def test_a_model_in_place_of_a_function_that_makes_one() -> None:
+    check(lambda: population(model=nn.Linear(3, 1)), "make_model must be a function that makes a model, but got Linear")
+
+
+def test_several_batches_for_evaluate() -> None:
+    found = population()
+    check(lambda: found.evaluate(mse, [TRAIN, VALID]), "evaluate takes one batch, but got several")
+    check(
+        lambda: found.evaluate(mse, iter([TRAIN])),
+        "evaluate takes one batch, with tensors in it, but got list_iterator",
+    )
+
+
+def test_a_metric_that_cannot_be_batched() -> None:
+    with pytest.raises(RuntimeError, match=r"metric cannot be .*; evaluate population\.model\(r\), one by one$"):
+        population().evaluate(lambda model, batch: torch.tensor(mse(model, batch).item()), TRAIN)
+
+
+def test_a_kernel_that_cannot_be_batched() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(3, 2, batch_first=True, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.cells(x.unsqueeze(1))[0]
+            return outputs[:, 0, :1]
+
+    with pytest.raises(RuntimeError, match=r"module 'cells' \(LSTM\) cannot be .* with onepass\.Tuner$"):
+        population(model=Recurrent).run([TRAIN], [VALID], steps=2)

@@ -155,6 +155,19 @@ def test_a_lost_replica_has_no_accuracy() -> None:
     assert found.evaluate(accuracy, labelled(2)).isnan().tolist() == [False, True, False]
 
 
+def test_values_of_what_is_one_number_for_all() -> None:
+    assert population(tune=(), start={"lr": 0.1}).values()["lr"].tolist() == [0.1] * 3
+
+
+def test_a_lost_replica_is_not_counted() -> None:
+    found = trained(20, guard=None, start={"lr": [0.05, 1e200, 0.01]})
+    assert found.evaluate(lambda model, batch: (model(batch[0]) > 0).sum(), VALID).isnan().tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
 def test_best_are_ordinary_modules_in_order() -> None:
     found = trained(20, valid=batches(3), replicas=5, start={"lr": [1e-4, 0.1, 1e-3, 0.05, 1e-2]})
     losses = torch.stack([found.evaluate(mse, batch) for batch in batches(3)]).mean(0)

@@ -92,7 +92,7 @@ def test_a_finished_checkpoint_does_nothing_more(tmp_path: Path) -> None:
         return mse(model, batch)
 
     assert told(trained_to(12, path, loss=counted)) == told(whole)
-    assert len(calls) <= 2  # a look at the first batches
+    assert len(calls) <= 4  # a look at the first batches
     assert (path.stat().st_mtime_ns, path.read_bytes()) == before
 
 
