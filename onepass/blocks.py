@@ -19,6 +19,8 @@ from onepass.watch import watched
 
 GIBIBYTE = 2**30
 
+LANE = 8  # replicas that draw their random numbers together
+
 # Blocks of a new size cost some preparation: this share of a block must be lost before the rest goes on alone.
 WORTH_DROPPING = 0.25
 
@@ -71,9 +73,12 @@ def split(backend: Backend, state: State, members: Sequence[Tensor], alive: Sequ
 
 def merged(blocks: Sequence[Block], nests: Sequence[Any]) -> Any:
     """One nest for each block, put together in the order of the replicas."""
-    if len(blocks) == 1:
+    members = torch.cat([block.members for block in blocks])
+    # Of a replica that stands in for those missing in a lane, only the first place counts.
+    order = torch.argsort(members, stable=True)
+    order = order[torch.cat([order.new_ones(1, dtype=torch.bool), members[order].diff() > 0])]
+    if len(blocks) == 1 and len(order) == len(members):
         return nests[0]
-    order = torch.argsort(torch.cat([block.members for block in blocks]))
     return mapped(lambda *parts: torch.cat(parts)[order], *nests)
 
 
@@ -81,6 +86,14 @@ def members_of(replicas: int, size: int, device: torch.device) -> list[Tensor]:
     """Blocks of about the same size, none above ``size``."""
     count = -(-replicas // size)
     return list(torch.arange(replicas, device=device).tensor_split(count))
+
+
+def lanes_of(replicas: int, device: torch.device) -> list[Tensor]:
+    """Blocks of one size, always: random numbers are drawn for a block at a time, and a replica's must not depend on
+    how many others there are. The last replica stands in for those that are missing.
+    """
+    every = torch.arange(-(-replicas // LANE) * LANE, device=device).clamp(max=replicas - 1)
+    return list(every.split(LANE))
 
 
 def block_size(method: Method, state: State, taken: Taken, valid: Any, asked: int | None) -> int:

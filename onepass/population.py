@@ -16,7 +16,7 @@ from onepass import checkpoint as files
 from onepass.backends import BACKENDS, Backend
 from onepass.batches import Feed, to_device
 from onepass.begin import chosen_rule, made_by, set_up
-from onepass.blocks import Block, block_size, members_of, merged, split
+from onepass.blocks import LANE, Block, block_size, lanes_of, members_of, merged, split
 from onepass.evaluation import LossFunction
 from onepass.guard import Guard
 from onepass.interval import middles
@@ -62,7 +62,7 @@ class Population:
         seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
         device: where everything is computed.
         block: replicas to work on at a time; by default as many as fit the cache of a CPU, or the memory of a GPU.
-            Dropout draws for a whole block at once: to repeat such a run elsewhere, give the block too.
+            Where training is random, as with dropout, always 8.
         backend: how steps are computed, a name from ``onepass.backends.BACKENDS``; "auto" is a fast one where it pays.
 
     Attributes:
@@ -258,8 +258,11 @@ class Population:
         return Feeds(feed(train, "train", last_train), None if valid is None else feed(valid, "valid", last_valid))
 
     def _begin(self, taken: Taken, valid: Any, end: int) -> list[Block]:
-        self._size = block_size(self._method, self._state, taken, valid, self._block)
-        members = members_of(self.replicas, self._size, self._device)
+        random = self._method.dropout is not None
+        self._size = block_size(self._method, self._state, taken, valid, LANE if random else self._block)
+        members = (
+            lanes_of(self.replicas, self._device) if random else members_of(self.replicas, self._size, self._device)
+        )
         blocks = split(self._chosen_backend(self.steps, end), self._state, members, [True] * len(members))
         for block in blocks:
             block.begin(taken, valid)
@@ -313,7 +316,8 @@ class Population:
         self.history.append(self.steps, record)
         if method.unroll is not None:
             self._earlier = [*self._earlier, *batches][-method.unroll :]
-        if method.guard is None and method.unroll is None and self._device.type == "cpu":
+        settled = method.unroll is None and method.dropout is None  # no windows, no lanes to keep together
+        if method.guard is None and settled and self._device.type == "cpu":
             blocks = [part for block in blocks for part in block.without_lost()]
         return blocks, record
 

@@ -140,6 +140,21 @@ def test_dropout_draws_new_masks_at_every_step() -> None:
     assert 0.3 < masks.double().mean() < 0.7
 
 
+@pytest.mark.parametrize("changes", [{"block": 1}, {"replicas": 2}, {"replicas": 11}], ids=str)
+@pytest.mark.parametrize("guard", [None, onepass.Guard()], ids=["lost", "guarded"])
+def test_dropout_does_not_depend_on_others(changes: dict[str, Any], guard: onepass.Guard | None) -> None:
+    def twice() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 1))
+
+    settings: dict[str, Any] = {"model": twice, "guard": guard, "start": {"lr": onepass.LogUniform(1e-2, 10)}}
+    found, other = (
+        trained(12, interval=4, **{**settings, **more}) for more in ({"replicas": 9}, {"replicas": 9, **changes})
+    )
+    few = min(found.replicas, other.replicas)
+    assert weights(other).shape[0] == other.replicas
+    assert torch.allclose(weights(found)[:few], weights(other)[:few], rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 def test_validation_has_no_dropout() -> None:
     found = trained(4, model=noisy, interval=4)
     expected = torch.stack([mse(found.model(r).eval(), VALID) for r in range(3)])
