@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -61,6 +62,7 @@ class Problem(NamedTuple):
     valid: Batch
     device: str
     backend: str
+    unroll: int | None = None
 
 
 def made_up(rows: int, features: int, valid_rows: int, device: str, dtype: torch.dtype, backend: str) -> Problem:
@@ -89,7 +91,9 @@ def population(problem: Problem, replicas: int, *, tuned: bool = True) -> onepas
         replicas=replicas,
         start=STARTS,
         tune=tuple(STARTS) if tuned else (),
-        interval=INTERVAL,
+        interval=problem.unroll or INTERVAL,
+        unroll=problem.unroll,
+        restart=problem.unroll is not None,
         lookback=LOOKBACK,
         through_state=False,
         hyper_optimizer=hyper_optimizer,
@@ -218,14 +222,13 @@ def whole_runs(problem: Problem, args: argparse.Namespace) -> dict[int, Any]:
     """Seconds of everything but the start of Python: the first time, again in the same process, and its steps alone."""
     found = {}
     for replicas in args.replicas:
-        first, again, half = (
-            _whole_run(problem, replicas, steps) for steps in (args.steps, args.steps, args.steps // 2)
-        )
-        found[replicas] = {"first": first, "again": again, "steps alone": 2 * (again - half)}
-        print(
-            f"{replicas} replicas, {args.steps} steps: "
-            + ", ".join(f"{n} {s:.2f} s" for n, s in found[replicas].items())
-        )
+        found[replicas] = seconds = {"first": _whole_run(problem, replicas, args.steps)}
+        if problem.unroll is None:
+            seconds["again"] = _whole_run(problem, replicas, args.steps)
+            seconds["steps alone"] = 2 * (seconds["again"] - _whole_run(problem, replicas, args.steps // 2))
+        told = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{replicas} replicas, {args.steps} steps: {told}; the process at its largest {peak:.1f} GiB", flush=True)
     return found
 
 
@@ -261,6 +264,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="hardly any steps: shows only that it works")
     parser.add_argument("--whole-run", action="store_true", help="time a tuned run from end to end instead")
     parser.add_argument("--steps", type=int, default=4000, help="of a whole run (default %(default)s)")
+    parser.add_argument("--unroll", action="store_true", help="exact hypergradients through the whole of a whole run")
     parser.add_argument("--json", type=Path, help="where to save the results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -276,6 +280,8 @@ def main() -> None:
         print(f"hypergradients of both agree to {found:.1g}")
         assert found < TOLERANCE, f"hypergradients must agree to {TOLERANCE:g} for an honest comparison"
     problem = made_up(*size, args.device, torch.float32, backend)
+    if args.unroll:
+        problem = problem._replace(unroll=args.steps, backend="eager")
     results = (whole_runs if args.whole_run else per_step)(problem, args)
     if args.json:
         about = {

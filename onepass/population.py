@@ -107,6 +107,8 @@ class Population:
             raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
         self.replicas, self.seed, self.steps = replicas, seed, 0
         self._device = _checked_device(device)
+        if unroll is not None and backend not in ("auto", "eager"):
+            raise ValueError(f"backend must be 'auto' or 'eager' with unroll, but got {backend!r}")
         if backend == "graphs" and self._device.type != "cuda":
             raise ValueError(f"backend 'graphs' needs a CUDA device, but got {device!r}; use 'traced' or 'compiled'")
         self._stack = Stack(make_model, loss, valid_loss)
@@ -166,8 +168,7 @@ class Population:
         begin, end = self.steps, self.steps + steps
         self._feeds = feeds = self._checked_feeds(train, valid)
         taken, valid_batch = self._prepare()
-        origin = {**self._made_by, **{feed.name: feed.digest() for feed in feeds if feed is not None}}
-        origin |= {"first step": begin, "first losses": self._first_losses(taken, valid_batch)}
+        origin = self._origin(taken, valid_batch) if checkpoint is not None else {}
         blocks = self._resume(checkpoint, origin, begin, end) or self._begin(taken, valid_batch, end)
         saved, pause = self.steps, every or -(-steps // 10)
         bar = Progress(self.steps, end) if progress else None
@@ -285,6 +286,12 @@ class Population:
         self._method = replace(self._method, idle=idle, dropout=self.seed if random else None)
         return taken, valid.peek() if valid is not None else None
 
+    def _origin(self, taken: Taken, valid: Any) -> dict[str, Any]:
+        """What a checkpoint of this run has to agree with."""
+        assert self._feeds is not None
+        data = {feed.name: feed.digest() for feed in self._feeds if feed is not None}
+        return {**self._made_by, **data, "first step": self.steps, "first losses": self._first_losses(taken, valid)}
+
     def _first_losses(self, taken: Taken, valid: Any) -> str:
         """Of one replica, to notice a loss or a network that has changed since."""
         method, now = self._method, selected(self._state.now, slice(1))
@@ -324,6 +331,10 @@ class Population:
     def _chosen_backend(self, begin: int, end: int) -> Backend:
         """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
         eager = self._method.dropout is not None or self._method.unroll is not None or end - begin < WORTH_RECORDING
+        if self._method.dropout is not None and self._backend not in ("auto", "eager"):
+            raise ValueError(
+                f"backend must be 'auto' or 'eager' where the loss draws random numbers, but got {self._backend!r}"
+            )
         fast = "graphs" if self._device.type == "cuda" else "traced"
         name = self._backend if self._backend != "auto" else "eager" if eager else fast
         if self._made is None or self._made[0] != name or self._made[1].steps.method != self._method:

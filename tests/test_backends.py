@@ -91,6 +91,16 @@ def test_it_is_recorded_once() -> None:
     assert made is found._made
 
 
+def test_random_numbers_and_real_steps_cannot_be_recorded() -> None:
+    noisy = {
+        "model": lambda: nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Dropout(), nn.Linear(4, 1).double())
+    }
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or 'eager' where the loss draws .* got 'traced'"):
+        trained(10, backend="traced", **noisy)
+    with pytest.raises(ValueError, match="backend must be 'auto' or 'eager' with unroll, but got 'traced'"):
+        population(backend="traced", unroll=3, guard=None)
+
+
 def test_inside_no_grad() -> None:
     with torch.no_grad():
         found = trained(20, backend="traced")
