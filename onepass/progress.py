@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -9,7 +10,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-WIDTH = 24
+WIDTH = 12
 
 
 class Progress:
@@ -29,9 +30,10 @@ class Progress:
 
     def show(self, step: int, losses: Tensor | None) -> None:
         self._shown = time.monotonic()
-        news = "" if losses is None else f"{summary(losses)}, "
-        line = f"{step}/{self._end} steps {self._bar(step)} {news}{self._left(step)}"
+        news = "" if losses is None else f", {summary(losses)}"
+        line = f"{step}/{self._end} steps {self._bar(step)} {self._left(step)}{news}"
         if self._live:
+            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be written over
             self._stream.write("\r" + line.ljust(self._length))
             self._length = len(line)
         else:

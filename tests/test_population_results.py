@@ -219,9 +219,9 @@ def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert out == ""
     first, second, last = err.splitlines()
-    assert_matches(rf"10/30 steps █{{8}}░{{16}} {LINE}, [\d.]+ (s|min \d\d s) left", first)
-    assert_matches(rf"20/30 steps █{{16}}░{{8}} {LINE}, [\d.]+ (s|min \d\d s) left", second)
-    assert_matches(rf"30/30 steps █{{24}} {LINE}, [\d.]+ (s|min \d\d s) in all", last)
+    assert_matches(rf"10/30 steps █{{4}}░{{8}} [\d.]+ (s|min \d\d s) left, {LINE}", first)
+    assert_matches(rf"20/30 steps █{{8}}░{{4}} [\d.]+ (s|min \d\d s) left, {LINE}", second)
+    assert_matches(rf"30/30 steps █{{12}} [\d.]+ (s|min \d\d s) in all, {LINE}", last)
 
 
 def assert_matches(pattern: str, line: str) -> None:
@@ -231,14 +231,24 @@ def assert_matches(pattern: str, line: str) -> None:
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line that is written over, without a rest of a longer one before it."""
     clock(monkeypatch, 0.5)
+    monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     population().run([TRAIN], [VALID], steps=30, progress=True)
-    assert terminal.getvalue().count("\n") == 1 and terminal.getvalue().endswith("in all\n")
+    assert terminal.getvalue().count("\n") == 1 and "in all, " in terminal.getvalue()
     shown = terminal.getvalue().rstrip("\n").split("\r")[1:]
     assert [line.split()[0] for line in shown] == ["10/30", "20/30", "30/30"]
-    assert_matches(rf"10/30 steps █+░+ {LINE}, [\d.]+ s left *", shown[0])
+    assert_matches(rf"10/30 steps █+░+ [\d.]+ s left, {LINE} *", shown[0])
     assert all(len(after) >= len(before) for before, after in itertools.pairwise(shown))
+
+
+def test_progress_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that wraps could not be written over."""
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    population().run([TRAIN], [VALID], steps=10, progress=True)
+    assert max(len(line) for line in terminal.getvalue().rstrip("\n").split("\r")) == 39
 
 
 def test_no_progress_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
