@@ -220,6 +220,7 @@ def made_by(method: Method, state: State, **arguments: Any) -> dict[str, Any]:
         "lookback": method.lookback,
         "through_state": method.through_state,
         "unroll": method.unroll,
+        "estimator": method.estimator,
         "guard": str(method.guard),
         "hyper_optimizer": str(settings),
         "model": str({n: tuple(s) for n, s in zip(stack.names, stack.shapes, strict=True)}),

@@ -88,19 +88,36 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
     now = _stepped(method, before, values, piece.gradient, buffers)
     loss, valid_gradient = _validation(method, now, valid)
     state, back, again = judged(method, state._replace(now=now), before, loss, valid)
-    if method.unroll is None:
-        options = {"lookback": method.lookback, "through_state": method.through_state}
-        found = look_back([piece], [valid_gradient], hessian, **options)[0][0]  # type: ignore[arg-type]
+    if method.estimator == "product":
+        slopes = {"lr": gradient_product(piece.gradient, valid_gradient).to(state.raw["lr"].dtype)}
     else:
-        window = Window(method, state.window, taken[-len(state.window) :])
-        found = unrolled(window, [valid_gradient], window.hessians)[0][0]
-    with torch.no_grad():
+        found = _derivatives(method, state, piece, hessian, valid_gradient, taken)
         slopes = {name: _raw_slope(method, state, name, found[name]) for name in method.tune}
+    with torch.no_grad():
         finite = torch.stack([loss.isfinite(), *(slope.isfinite().all(1) for slope in slopes.values())]).all(0)
         state = _moved(method, state, slopes, finite & ~back)
         state = sent_back(method, state, back, again)
         taken_from = {name: chosen(back, torch.full_like(slope, torch.nan), slope) for name, slope in slopes.items()}
         return state, _record(method, state, loss, taken_from, back.long(), (~finite & ~back).long())
+
+
+def _derivatives(
+    method: Method, state: State, piece: Piece, hessian: Any, valid_gradient: Tensor, taken: Sequence[Taken]
+) -> Named:
+    """Of the validation loss, by every tuned value in natural units."""
+    if method.unroll is None:
+        options = {"lookback": method.lookback, "through_state": method.through_state}
+        return look_back([piece], [valid_gradient], hessian, **options)[0][0]  # type: ignore[arg-type]
+    window = Window(method, state.window, taken[-len(state.window) :])
+    return unrolled(window, [valid_gradient], window.hessians)[0][0]
+
+
+def gradient_product(last: Tensor, new: Tensor) -> Tensor:
+    """How the loss would change with the last learning rate, momentum left aside: -g_new . g_last, one a replica.
+
+    Baydin et al., *Online Learning Rate Adaptation with Hypergradient Descent*, ICLR 2018.
+    """
+    return -(last * new).sum(1, keepdim=True)
 
 
 def linearised(
@@ -117,7 +134,8 @@ def linearised(
         return Piece(method.rule.update, every, now.weights, stack.join(found), now.optimizer, method.tune)
 
     stack = method.stack
-    if not with_hessian or (method.unroll is None and method.lookback == 1):
+    unneeded = method.estimator == "product" or (method.unroll is None and method.lookback == 1)
+    if not with_hessian or unneeded:
         return piece(gradient(loss(views), views)), None, buffers
     products = exact(loss, views)
     return piece(products.gradient), lambda v: [stack.join(products.hessian(stack.views(v[0])))], buffers

@@ -27,12 +27,12 @@ class PopulationHistory:
         self.steps: list[int] = []
         self._records: list[Record] = []
         self._every, self._seen = 1, 0
-        self._returns: Tensor | int = torch.zeros(replicas, dtype=torch.int64)
-        self._skipped: Tensor | int = torch.zeros(replicas, dtype=torch.int64)
+        self._returns: Tensor = torch.zeros(replicas, dtype=torch.int64)
+        self._skipped: Tensor = torch.zeros(replicas, dtype=torch.int64)
 
     def append(self, step: int, record: Record) -> None:
-        self._returns = record.returned + _beside(self._returns, record.returned)
-        self._skipped = record.skipped + _beside(self._skipped, record.skipped)
+        self._returns = record.returned + self._returns.to(record.returned.device)
+        self._skipped = record.skipped + self._skipped.to(record.skipped.device)
         self._seen += 1
         if (self._seen - 1) % self._every:
             return
@@ -42,6 +42,11 @@ class PopulationHistory:
             self.steps, self._records, self._every = self.steps[1::2], self._records[1::2], 2 * self._every
             self._seen = 1  # the last record was kept: the next is due after a whole gap
 
+    @property
+    def keeps_next(self) -> bool:
+        """Whether the next record is one of those that stay."""
+        return self._seen % self._every == 0
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -50,11 +55,11 @@ class PopulationHistory:
 
     @property
     def returns(self) -> Tensor:
-        return torch.as_tensor(self._returns).cpu()
+        return self._returns.cpu()
 
     @property
     def skipped(self) -> Tensor:
-        return torch.as_tensor(self._skipped).cpu()
+        return self._skipped.cpu()
 
     @property
     def valid_loss(self) -> Tensor:
@@ -71,6 +76,13 @@ class PopulationHistory:
         """Name -> ``(records, replicas)``, in raw space."""
         return self._stacked("hypergradients")
 
+    @property
+    def measured(self) -> Named:
+        """Name -> ``(records, replicas)``, what ``run(..., measure=...)`` asked for; NaN where it did not."""
+        names = dict.fromkeys(name for record in self._records for name in record.measured)
+        none = torch.full((len(self._returns),), torch.nan)
+        return {n: torch.stack([r.measured.get(n, none).cpu() for r in self._records]) for n in names}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for ``json.dumps``."""
         return {
@@ -79,6 +91,7 @@ class PopulationHistory:
             "valid_loss": self.valid_loss.tolist(),
             "values": {name: value.tolist() for name, value in self.values.items()},
             "hypergradients": {name: value.tolist() for name, value in self.hypergradients.items()},
+            "measured": {name: value.tolist() for name, value in self.measured.items()},
             "returns": self.returns.tolist(),
             "skipped": self.skipped.tolist(),
         }
@@ -103,10 +116,6 @@ class PopulationHistory:
         found = [getattr(record, field) for record in self._records]
         names = found[0] if found else {}
         return {name: torch.stack([one[name].cpu() for one in found]) for name in names}
-
-
-def _beside(total: Tensor | int, like: Tensor) -> Tensor | int:
-    return total.to(like.device) if isinstance(total, Tensor) else total
 
 
 def _to_cpu(value: Any) -> Any:

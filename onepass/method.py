@@ -26,6 +26,12 @@ class Taken(NamedTuple):
     first: int = 0
 
 
+ESTIMATORS = {
+    "series": "derivatives of the validation loss by all tuned values: the look-back series, or exact with `unroll`",
+    "product": "minus the product of a new gradient and the last, for lr alone, in raw space as it is",
+}
+
+
 @dataclass(frozen=True)
 class Method:
     """How replicas are trained and tuned, the same for all of them.
@@ -33,6 +39,7 @@ class Method:
     Attributes:
         switches: entries of the rule that are one number, or yes or no, for everybody.
         unroll: real steps to differentiate through, instead of the look-back series.
+        estimator: a name from ``ESTIMATORS``.
         hyper: rule and settings of the hyper-optimizer, by tuned name.
         per_replica: whether training and validation batches have an axis of replicas of their own.
         dropout: the seed of random numbers in training; ``None`` where there are none.
@@ -52,6 +59,7 @@ class Method:
     per_replica: tuple[bool, bool] = (False, False)
     dropout: int | None = None
     idle: tuple[str, ...] = ()
+    estimator: str = "series"
 
     def natural(self, state: State, name: str) -> Tensor:
         return TRANSFORMS[self.rule.tunable[name]].to_natural(state.raw[name]).clamp(*state.limits[name][1:])

@@ -22,9 +22,9 @@ from onepass.guard import Guard
 from onepass.interval import middles
 from onepass.journal import PopulationHistory
 from onepass.memory import kept_warm
-from onepass.method import Taken, idle_parameters
+from onepass.method import ESTIMATORS, Taken, idle_parameters
 from onepass.progress import Progress
-from onepass.replicas import Named, Record, State, from_plain, mapped, selected, to_plain
+from onepass.replicas import Named, Record, State, Weights, from_plain, mapped, selected, to_plain
 from onepass.rules import Rule
 from onepass.stack import MakeModel, Stack
 from onepass.tuner import HyperOptimizer, default_hyper_optimizer
@@ -57,6 +57,9 @@ class Population:
         interval, lookback, through_state, hyper_optimizer, valid_loss, bounds, guard: as for ``Tuner``.
         per_element: tuned names that have a value of their own for every weight.
         unroll: take exact hypergradients through this many last steps, instead of the look-back series.
+        estimator: "series", or "product": minus the product of the gradient on a validation batch after a step and that
+            of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is. With ``interval=1`` and the
+            training data as ``valid`` that is Baydin et al. (2018).
         restart: go back to the first weights after every hyper step.
         scale: name -> what its value is multiplied by after every interval; for values that are not tuned.
         seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
@@ -88,6 +91,7 @@ class Population:
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         per_element: Sequence[str] = (),
         unroll: int | None = None,
+        estimator: str = "series",
         restart: bool = False,
         scale: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -105,6 +109,8 @@ class Population:
             raise ValueError("guard must be None with unroll: it would undo the steps that are differentiated")
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
         self.replicas, self.seed, self.steps = replicas, seed, 0
         self._device = _checked_device(device)
         if unroll is not None and backend not in ("auto", "eager"):
@@ -129,7 +135,11 @@ class Population:
             lookback=lookback,
             through_state=through_state,
             unroll=unroll,
+            estimator=estimator,
         )
+        if estimator == "product" and (self._method.tune != ("lr",) or unroll is not None or per_element):
+            tuned = ", ".join(self._method.tune) or "nothing"
+            raise ValueError(f"estimator 'product' is for tune=('lr',), one value a replica, no unroll; got {tuned}")
         self._stack.module.to(self._device)
         self._state: State = mapped(lambda tensor: tensor.to(self._device), state)
         self._loss, self._valid_loss = loss, valid_loss
@@ -137,6 +147,7 @@ class Population:
         self._block, self._size, self._backend = block, block or replicas, backend
         self._earlier: list[Taken] = []
         self._feeds: Feeds | None = None
+        self._measures: dict[str, tuple[LossFunction, Any]] = {}
         self._made: tuple[str, Backend] | None = None
         self._made_by = made_by(self._method, state, replicas=replicas, seed=seed, restart=restart)
         starts = {**state.fixed, **{name: state.limits[name].start for name in state.raw}}
@@ -149,6 +160,7 @@ class Population:
         valid: Iterable[Any] | None = None,
         *,
         steps: int,
+        measure: Mapping[str, tuple[LossFunction, Any]] | None = None,
         progress: bool = False,
         checkpoint: str | Path | None = None,
         every: int | None = None,
@@ -158,6 +170,7 @@ class Population:
         Args:
             train, valid: iterables of batches, cycled: a list, a DataLoader, ``onepass.Minibatches``. All replicas see
                 the same batches, unless ``Minibatches`` says otherwise. ``valid`` may be left out if nothing is tuned.
+            measure: name -> a metric and one batch to follow, as ``evaluate`` would, in ``history.measured``.
             progress: show a progress bar on stderr.
             checkpoint: a file to go on from if it is there, and to save to.
             every: weight steps between two savings; by default a tenth of ``steps``.
@@ -167,6 +180,7 @@ class Population:
             _check_count("every", every)
         begin, end = self.steps, self.steps + steps
         self._feeds = feeds = self._checked_feeds(train, valid)
+        self._measures = {name: (metric, self._own_batch(batch)) for name, (metric, batch) in (measure or {}).items()}
         taken, valid_batch = self._prepare()
         origin = self._origin(taken, valid_batch) if checkpoint is not None else {}
         blocks = self._resume(checkpoint, origin, begin, end) or self._begin(taken, valid_batch, end)
@@ -202,14 +216,9 @@ class Population:
 
     def evaluate(self, metric: LossFunction, batch: Any) -> Tensor:
         """``metric(model, batch)`` of every replica, in evaluation mode; NaN where a replica has diverged."""
-        if isinstance(batch, (list, tuple)) and any(isinstance(part, (list, tuple, dict)) for part in batch):
-            raise ValueError("evaluate takes one batch, but got several; evaluate them one by one and take the mean")
-        if not any(isinstance(part, Tensor) for part in tree_leaves(batch)):
-            raise ValueError(f"evaluate takes one batch, with tensors in it, but got {type(batch).__name__}")
-        batch, now = to_device(batch, self._device), self._state.now
+        batch = self._own_batch(batch)
         parts = torch.arange(self.replicas, device=self._device).split(self._size)
-        found = [self._stack.metric(metric, now.weights[part], selected(now.buffers, part), batch) for part in parts]
-        values = torch.cat(found).cpu()
+        values = torch.cat([self._metric(metric, selected(self._state.now, part), batch) for part in parts]).cpu()
         lost = self.diverged()
         if lost.any() and not values.is_floating_point():
             values = values.double()
@@ -242,6 +251,16 @@ class Population:
     def __repr__(self) -> str:
         tuned = ", ".join(self._method.tune) or "nothing"
         return f"Population of {self.replicas} after {self.steps} steps, tuning {tuned}"
+
+    def _own_batch(self, batch: Any) -> Any:
+        if isinstance(batch, (list, tuple)) and any(isinstance(part, (list, tuple, dict)) for part in batch):
+            raise ValueError("evaluate takes one batch, but got several; evaluate them one by one and take the mean")
+        if not any(isinstance(part, Tensor) for part in tree_leaves(batch)):
+            raise ValueError(f"evaluate takes one batch, with tensors in it, but got {type(batch).__name__}")
+        return to_device(batch, self._device)
+
+    def _metric(self, metric: LossFunction, now: Weights, batch: Any) -> Tensor:
+        return self._stack.metric(metric, now.weights, now.buffers, batch)
 
     # --- inside a run ---
 
@@ -320,6 +339,8 @@ class Population:
         for block, (state, _) in zip(blocks, found, strict=True):
             block.state = state
         self.steps += count
+        if self._measures and self.history.keeps_next:
+            record = record._replace(measured=self._measured(blocks))
         self.history.append(self.steps, record)
         if method.unroll is not None:
             self._earlier = [*self._earlier, *batches][-method.unroll :]
@@ -327,6 +348,16 @@ class Population:
         if method.guard is None and settled and self._device.type == "cpu":
             blocks = [part for block in blocks for part in block.without_lost()]
         return blocks, record
+
+    def _measured(self, blocks: list[Block]) -> Named:
+        def of(metric: LossFunction, now: Weights, batch: Any) -> Tensor:
+            lost = ~now.weights.isfinite().all(1)
+            return self._metric(metric, now, batch).double().masked_fill(lost, torch.nan)
+
+        return {
+            name: merged(blocks, [of(metric, block.state.now, batch) for block in blocks])
+            for name, (metric, batch) in self._measures.items()
+        }
 
     def _chosen_backend(self, begin: int, end: int) -> Backend:
         """Recording operations takes as long as some hundred steps, and cannot record random numbers."""

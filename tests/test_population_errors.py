@@ -73,6 +73,11 @@ MAKING: list[tuple[dict[str, Any], str]] = [
     ({"scale": {"speed": onepass.Uniform(0.9, 1)}}, r"names in scale must be among .*but got 'speed'"),
     ({"guard": True}, r"guard must be an onepass\.Guard or None, but got True"),
     ({"unroll": 5}, r"guard must be None with unroll: it would undo the steps that are differentiated"),
+    ({"estimator": "exact"}, r"estimator must be one of \['product', 'series'\], but got 'exact'"),
+    (
+        {"estimator": "product", "start": {"lr": 0.1, "momentum": 0.5}},
+        r"'product' is for tune=\('lr',\).*got lr, momentum",
+    ),
     ({"backend": "fast"}, r"backend must be 'auto' or one of \['compiled', .*'traced'\], but got 'fast'"),
     (
         {"rule": "adagrad", "start": {"lr": 0.1, "initial_accumulator_value": 0.5}},

@@ -104,6 +104,35 @@ def test_unrolling_through_a_run_in_two_parts() -> None:
     assert torch.equal(halves.values()["lr"], whole.values()["lr"])
 
 
+# --- the product of two gradients ---
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_product_of_gradients(momentum: float) -> None:
+    """Baydin et al. by hand: log10 of the rate moves by the product of the new gradient and the last, after every step.
+
+    Momentum moves the weights, but not the rate.
+    """
+    rates, beta = [0.02, 0.2, 0.05], 0.003
+    settings: dict[str, Any] = {"start": {"lr": rates, "momentum": momentum}, "tune": ("lr",), "guard": None}
+    before = population(**settings)
+    found = population(
+        estimator="product", interval=1, hyper_optimizer=lambda raw: torch.optim.SGD(raw, lr=beta), **settings
+    )
+    found.run([TRAIN], [TRAIN], steps=12)
+    for r, rate in enumerate(rates):
+        model, log_rate = before.model(r), math.log10(rate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+        for _ in range(12):
+            last = torch.cat([g.flatten() for g in torch.autograd.grad(mse(model, TRAIN), list(model.parameters()))])
+            train_step(model, optimizer, TRAIN)
+            new = torch.cat([g.flatten() for g in torch.autograd.grad(mse(model, TRAIN), list(model.parameters()))])
+            log_rate += beta * float(last @ new)
+            optimizer.param_groups[0]["lr"] = 10**log_rate
+        assert_close(weights(found)[r], flat(model), 1e-12)
+        assert float(found.values()["lr"][r]) == pytest.approx(10**log_rate, rel=1e-12)
+
+
 # --- restarts ---
 
 

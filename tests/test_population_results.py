@@ -271,3 +271,31 @@ def test_summary_counts_the_lost() -> None:
 def test_progress_without_validation(capsys: pytest.CaptureFixture[str]) -> None:
     population(tune=()).run([TRAIN], steps=10, progress=True)
     assert "diverged" not in capsys.readouterr().err
+
+
+# --- metrics along the way ---
+
+
+def test_measured_along_the_way() -> None:
+    """At every record, what ``evaluate`` would say then; a run that is resumed or goes on keeps it."""
+    found = population()
+    for _ in range(2):
+        found.run([TRAIN], [VALID], steps=10, measure={"test": (mse, VALID)})
+    assert found.history.measured["test"].shape == (2, 3)
+    assert torch.equal(found.history.measured["test"][-1], found.evaluate(mse, VALID))
+    found.run([TRAIN], [VALID], steps=10)  # not asked for
+    assert found.history.measured["test"][-1].isnan().all()
+    copy = population().history
+    copy.load_state_dict(found.history.state_dict())
+    assert torch.equal(copy.measured["test"][:2], found.history.measured["test"][:2])
+
+
+def test_measured_in_blocks_and_of_the_lost() -> None:
+    found = population(start=LOST, tune=(), block=2)
+    found.run([TRAIN], steps=20, measure={"test": (right, VALID)})
+    assert found.history.measured["test"].isnan().tolist()[-1] == [False, True, False]
+
+
+def right(model: nn.Module, batch: Batch) -> Tensor:
+    above: Tensor = model(batch[0]) > batch[1]
+    return above.sum()
