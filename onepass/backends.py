@@ -15,18 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.interval import Steps, advance, hyper_step, plain_step
 from onepass.method import Method, Taken
+from onepass.operations import form_of, open_thin_products, recorded, simplify
 from onepass.replicas import Named, Record, State, Weights, leaves, mapped, rebuilt
 from onepass.watch import probation
 from onepass.workers import Gate
-
-aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-THIN = 8  # rows or columns of a matrix product that are worth summing one by one
 
 
 class Eager:
@@ -52,7 +47,7 @@ class Eager:
 
 
 class Traced(Eager):
-    """Operations are recorded the first time, for tensors of these shapes. Nothing random, no unrolling."""
+    """Operations are recorded the first time, for tensors of these shapes. Nothing random."""
 
     fuse = False
 
@@ -62,7 +57,10 @@ class Traced(Eager):
             lambda state, values, batch: plain_step(method, state, values, Taken(0, batch)), self.fuse
         )
         self._hyper = Program(
-            lambda state, values, batch, valid: hyper_step(method, state, values, [Taken(0, batch)], valid), self.fuse
+            lambda state, values, batches, valid: hyper_step(
+                method, state, values, [Taken(0, batch) for batch in batches], valid
+            ),
+            self.fuse,
         )
         self._probation = Program(lambda state, valid: probation(method, state, valid), self.fuse)
         self._valid_loss = Program(method.valid_loss, self.fuse)
@@ -71,7 +69,8 @@ class Traced(Eager):
         return self._plain(state, values, taken.batch)  # type: ignore[no-any-return]
 
     def hyper(self, state: State, values: Named, taken: Sequence[Taken], valid: Any) -> tuple[State, Record]:
-        return self._hyper(state, values, taken[-1].batch, valid)  # type: ignore[no-any-return]
+        batches = [one.batch for one in taken[-(self.method.unroll or 1) :]]
+        return self._hyper(state, values, batches, valid)  # type: ignore[no-any-return]
 
     def probation(self, state: State, valid: Any) -> tuple[State, Tensor]:
         return self._probation(state, valid)  # type: ignore[no-any-return]
@@ -114,12 +113,12 @@ class Program:
             result = self._function(*rebuilt(nests, tensors))
             return leaves(result)
 
-        program = make_fx(flat)(*given)
-        simplify(program.graph)
+        constants, graph = recorded(flat, given)
+        simplify(graph)
         if self._fuse:
-            open_thin_products(program.graph)
-        program.graph.eliminate_dead_code()
-        program.recompile()
+            open_thin_products(graph)
+        graph.eliminate_dead_code()
+        program = fx.GraphModule(constants, graph)
         ready = _compiled(program, given) if self._fuse else program.forward
         return ready, mapped(lambda x: torch.empty(0), result)  # of the result, only the form is needed
 
@@ -130,84 +129,14 @@ _COMPILED: dict[str, Callable[..., Any]] = {}
 def _compiled(program: fx.GraphModule, given: list[Tensor]) -> Callable[..., Any]:
     """Compiling takes longer than many a run: populations that do the same operations share the result."""
     own_constants = id(program) if any(node.op == "get_attr" for node in program.graph.nodes) else ""
-    key = f"{[_form(node) for node in program.graph.nodes if node.op == 'placeholder']} {program.code} {own_constants}"
+    forms = [form_of(node) for node in program.graph.nodes if node.op == "placeholder"]
+    key = f"{forms} {program.code} {own_constants}"
     if key not in _COMPILED:
         ready = torch.compile(program, dynamic=False)
         with torch.no_grad():
             ready(*given)  # it is now that it compiles
         _COMPILED[key] = ready
     return _COMPILED[key]
-
-
-def simplify(graph: fx.Graph) -> None:
-    """Drop operations that do nothing, and those that were done before: half of what autograd and ``vmap`` leave."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    pure = not any(node.target._schema.is_mutable for node in calls if hasattr(node.target, "_schema"))
-    done: dict[Any, fx.Node] = {}
-    for node in calls:
-        same = _does_nothing(node)
-        if same is None and pure and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            same = done.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
-def _does_nothing(node: fx.Node) -> fx.Node | None:
-    """The argument that already is the result."""
-    first = node.args[0] if node.args else None
-    if node.target is aten.detach.default or (node.target in VIEWS and _form(node) == _form(first)):
-        return first  # type: ignore[return-value]
-    if node.target is aten.mul.Scalar and node.args[1] == 1 and _form(node) == _form(first):
-        return first  # type: ignore[return-value]
-    if node.target is aten.add.Tensor and len(node.args) == 2:
-        # Double backward adds tensors of zeros, as large as a layer.
-        for zeros, other in (node.args, node.args[::-1]):
-            if getattr(zeros, "target", None) is aten.zeros_like.default and _form(node) == _form(other):
-                return other  # type: ignore[return-value]
-    return None
-
-
-def _form(node: Any) -> Any:
-    value = getattr(node, "meta", {}).get("val")
-    return None if value is None else (value.shape, value.stride(), value.dtype)
-
-
-def open_thin_products(graph: fx.Graph) -> None:
-    """Matrix products with a thin side become elementwise products and sums, which a compiler can fuse with what comes
-    before and after; a library's matrix product has to read or write the whole of a layer by itself.
-    """
-    for node in list(graph.nodes):
-        if node.target is not aten.bmm.default:
-            continue
-        with graph.inserting_before(node):
-            new = _opened(graph, *node.args)
-        if new is not None:
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-
-
-def _opened(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node | None:
-    call = graph.call_function
-    (_, rows, inner), (_, _, columns) = left.meta["val"].shape, right.meta["val"].shape
-    if inner == 1:
-        return call(aten.mul.Tensor, (left, right))
-    if rows <= THIN < columns:
-        turned = [call(aten.transpose.int, (row, 1, 2)) for row in _cut(graph, left, 1, rows)]
-        sums = [call(aten.sum.dim_IntList, (call(aten.mul.Tensor, (row, right)), [1], True)) for row in turned]
-        return sums[0] if rows == 1 else call(aten.cat.default, (sums, 1))
-    if columns <= THIN:
-        turned = [call(aten.transpose.int, (column, 1, 2)) for column in _cut(graph, right, 2, columns)]
-        sums = [call(aten.sum.dim_IntList, (call(aten.mul.Tensor, (left, column)), [2], True)) for column in turned]
-        return sums[0] if columns == 1 else call(aten.cat.default, (sums, 2))
-    return None
-
-
-def _cut(graph: fx.Graph, node: fx.Node, dim: int, pieces: int) -> list[fx.Node]:
-    if pieces == 1:
-        return [node]
-    return [graph.call_function(aten.slice.Tensor, (node, dim, k, k + 1)) for k in range(pieces)]
 
 
 class Captured:

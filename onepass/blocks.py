@@ -31,6 +31,8 @@ class Block:
     def __init__(self, backend: Backend, members: Tensor, state: State, *, alive: bool = True) -> None:
         self.members, self.state, self.alive = members, state, alive
         self.backend, self._engine = backend, backend.engine()
+        # Looked at once: whoever asks a GPU for a number waits for all that it still has to do.
+        self._first, self.in_order = int(members[0]), bool((members.diff() > 0).all())
 
     def begin(self, taken: Taken, valid: Any) -> None:
         """Before the first steps with a guard: what it measures them by."""
@@ -64,7 +66,7 @@ class Block:
 
     def _own(self, taken: Taken, per_replica: bool) -> Taken:
         batch = selected(taken.batch, self.members) if per_replica else taken.batch
-        return Taken(taken.step, batch, int(self.members[0]))
+        return Taken(taken.step, batch, self._first)
 
 
 def split(backend: Backend, state: State, members: Sequence[Tensor], alive: Sequence[bool]) -> list[Block]:
@@ -73,12 +75,12 @@ def split(backend: Backend, state: State, members: Sequence[Tensor], alive: Sequ
 
 def merged(blocks: Sequence[Block], nests: Sequence[Any]) -> Any:
     """One nest for each block, put together in the order of the replicas."""
+    if len(blocks) == 1 and blocks[0].in_order:
+        return nests[0]
     members = torch.cat([block.members for block in blocks])
     # Of a replica that stands in for those missing in a lane, only the first place counts.
     order = torch.argsort(members, stable=True)
     order = order[torch.cat([order.new_ones(1, dtype=torch.bool), members[order].diff() > 0])]
-    if len(blocks) == 1 and len(order) == len(members):
-        return nests[0]
     return mapped(lambda *parts: torch.cat(parts)[order], *nests)
 
 

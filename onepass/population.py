@@ -113,8 +113,12 @@ class Population:
             raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
         self.replicas, self.seed, self.steps = replicas, seed, 0
         self._device = _checked_device(device)
-        if unroll is not None and backend not in ("auto", "eager"):
-            raise ValueError(f"backend must be 'auto' or 'eager' with unroll, but got {backend!r}")
+        # What is recorded must be the same in every interval: the steps to differentiate through, too.
+        self._recordable = unroll is None or (unroll <= interval and not restart)
+        if not self._recordable and backend not in ("auto", "eager"):
+            raise ValueError(
+                f"backend must be 'auto' or 'eager' with restarts or unroll beyond an interval, but got {backend!r}"
+            )
         if backend == "graphs" and self._device.type != "cuda":
             raise ValueError(f"backend 'graphs' needs a CUDA device, but got {device!r}; use 'traced' or 'compiled'")
         self._stack = Stack(make_model, loss, valid_loss)
@@ -361,7 +365,7 @@ class Population:
 
     def _chosen_backend(self, begin: int, end: int) -> Backend:
         """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
-        eager = self._method.dropout is not None or self._method.unroll is not None or end - begin < WORTH_RECORDING
+        eager = self._method.dropout is not None or not self._recordable or end - begin < WORTH_RECORDING
         if self._method.dropout is not None and self._backend not in ("auto", "eager"):
             raise ValueError(
                 f"backend must be 'auto' or 'eager' where the loss draws random numbers, but got {self._backend!r}"

@@ -69,8 +69,15 @@ def private_random(seed: int, *purpose: object) -> Iterator[None]:
     """Random numbers for one purpose; everybody else's stay as they are."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(seed, *purpose))
+        _seed_generators(seed_of(seed, *purpose))
         yield
+
+
+def _seed_generators(seed: int) -> None:
+    """``torch.manual_seed``, which would also look, for longer than a small model takes to make, for other devices."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 def draw(distribution: Distribution, seed: int, name: str, replicas: int) -> torch.Tensor:

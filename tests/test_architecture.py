@@ -25,6 +25,7 @@ LAYERS = [
         "checkpoint",
         "progress",
         "workers",
+        "operations",
     },
     {"linearise", "evaluation", "snapshot", "checks", "batches", "replicas"},
     {"hypergradient", "entries", "history", "optim", "recovery", "stack", "journal"},
