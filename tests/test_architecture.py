@@ -22,10 +22,10 @@ LAYERS = [
         "guard",
         "starts",
         "memory",
+        "operations",
         "checkpoint",
         "progress",
         "workers",
-        "operations",
     },
     {"linearise", "evaluation", "snapshot", "checks", "batches", "replicas"},
     {"hypergradient", "entries", "history", "optim", "recovery", "stack", "journal"},
@@ -36,12 +36,19 @@ LAYERS = [
     {"blocks"},
     {"population"},
     {"__init__"},
+    {"experiments"},
+    {"cli"},
 ]
+EXPERIMENTS = {path.stem: path for path in (PACKAGE / "experiments").glob("*.py")}
 
 
 def imports(path: Path) -> set[str]:
+    return imported(ast.parse(path.read_text()))
+
+
+def imported(tree: ast.AST) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -52,7 +59,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_every_module_has_its_layer() -> None:
-    assert set().union(*LAYERS) == set(MODULES)
+    assert set().union(*LAYERS) == {*MODULES, "experiments"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -70,8 +77,18 @@ def test_torch_alone(name: str) -> None:
     assert outside <= {"torch", "onepass", "__future__"} | lazily
 
 
+@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"figures", "panels", "report"}))
+def test_training_needs_numpy_alone(name: str) -> None:
+    """Where tables and pictures are not wanted, as on a cluster, nothing else has to be installed."""
+    tree = ast.parse(EXPERIMENTS[name].read_text())
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    outside = {module.split(".")[0] for module in imported(tree)} - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "numpy", "onepass", "__future__"}
+
+
 def test_import_brings_nothing_else() -> None:
-    code = "import sys, onepass; print([m for m in ('sklearn', 'matplotlib', 'rich') if m in sys.modules])"
+    names = ("sklearn", "matplotlib", "rich", "onepass.experiments")
+    code = f"import sys, onepass; print([m for m in {names} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

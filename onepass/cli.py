@@ -1,0 +1,269 @@
+"""The command line: ``onepass demo``, ``list``, ``run``, ``reproduce``, ``report``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from onepass.backends import BACKENDS
+
+try:
+    from onepass.experiments import artefacts, demo, tables
+    from onepass.experiments.datasets import DATASETS
+    from onepass.experiments.methods import METHODS
+    from onepass.experiments.protocol import PROTOCOLS
+    from onepass.experiments.runs import Cell, Request, UsageError, compute, finished
+    from onepass.experiments.sources import DataError
+except ModuleNotFoundError as missing:
+    sys.exit(f"onepass: the command line needs {missing.name}: pip install 'onepass[experiments]'")
+
+HELP = "Tunes hyperparameters while a model trains, and reproduces the paper it comes from."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 2: a user's mistake, told in one line; 130: interrupted."""
+    args = parser().parse_args(arguments)
+    try:
+        args.command(args)
+    except (UsageError, DataError, MemoryError) as error:
+        return _failed(str(error))
+    except KeyboardInterrupt:
+        kept = getattr(args, "out", None)
+        go_on = f"; what is finished stays in {kept}, and the same command goes on from there" if kept else ""
+        print(f"\nonepass: interrupted{go_on}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _failed(message: str) -> int:
+    print(f"onepass: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+# --- what can be asked ---
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_failed(f"{message} ({self.prog} --help)"))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="onepass", description=HELP)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    one = _command(commands, "demo", show_demo, demo.ABOUT)
+    one.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the report (default %(default)s)")
+    one.add_argument("--replicas", type=_count, default=32, help="random starts (default %(default)s)")
+
+    _command(commands, "list", show_list, "Data sets, methods and artefacts by name.")
+
+    one = _command(commands, "run", run, "One data set by one method, many starts at once. " + COSTS)
+    one.add_argument(
+        "dataset", type=_known("data set", PROTOCOLS), metavar="DATASET", help="a name from `onepass list`"
+    )
+    one.add_argument("method", type=_known("method", METHODS), metavar="METHOD", help="likewise")
+    one.add_argument("--out", type=Path, help="keep the result here, and go on from here if killed")
+    _settings(one)
+
+    one = _command(commands, "reproduce", reproduce, "Tables and figures of the paper. " + COSTS)
+    one.add_argument(
+        "artefacts", nargs="+", type=_known("artefact", artefacts.ARTEFACTS), metavar="ARTEFACT", help="likewise"
+    )
+    one.add_argument(
+        "--datasets", nargs="+", type=_known("data set", {**PROTOCOLS, "all": None}), help="or `all` for all eight"
+    )
+    one.add_argument("--methods", nargs="+", type=_known("method", METHODS), help="only these")
+    one.add_argument(
+        "--out", type=Path, default=Path("out/paper"), help="results; finished ones are not repeated (%(default)s)"
+    )
+    _settings(one)
+
+    one = _command(commands, "report", write_report, "An HTML page of all results in a folder; takes seconds.")
+    one.add_argument("out", type=Path, metavar="DIR", help="what was given to --out")
+    return top
+
+
+COSTS = (
+    "200 starts x 4000 steps of a UCI set take 2 to 15 s a method on one H200, and 1 to 15 minutes on 2 CPU cores; "
+    "they can be killed and go on with the same command."
+)
+
+
+def _command(commands: Any, name: str, function: Callable[[Any], None], about: str) -> argparse.ArgumentParser:
+    one: argparse.ArgumentParser = commands.add_parser(name, help=about.split(". ")[0], description=about)
+    one.set_defaults(command=function)
+    return one
+
+
+def _settings(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--replicas", type=_count, help="random starts (default: the paper's, 200)")
+    one.add_argument("--steps", type=_count, help="weight steps (default: the paper's, 4000)")
+    one.add_argument("--seed", type=int, default=0, help="of starts and weights (default %(default)s)")
+    one.add_argument("--split", type=int, help="a clean numbered split, 0 to 19, instead of the paper's rows")
+    one.add_argument("--device", type=_device, default=None, help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    one.add_argument(
+        "--backend", type=_known("backend", ("auto", *BACKENDS)), default="auto", help="how steps are computed"
+    )
+    one.add_argument("--data-dir", type=Path, help="where data sets are (else $ONEPASS_DATA, then ~/.cache/onepass)")
+    one.add_argument("--json", action="store_true", help="machine-readable results on stdout, and nothing else there")
+    one.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _known(what: str, table: Iterable[str]) -> Callable[[str], str]:
+    names = list(table)
+
+    def check(name: str) -> str:
+        if name in names:
+            return name
+        if what == "data set" and name in DATASETS:
+            raise argparse.ArgumentTypeError(f"no protocol for {name} yet; there is one for {', '.join(PROTOCOLS)}")
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+        raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; {hint}")
+
+    return check
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text!r}")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    try:
+        kind = torch.device(text).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, but got {text!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{text!r} was asked for, but torch sees no CUDA device; use --device cpu")
+    return text
+
+
+# --- what is done ---
+
+
+def show_demo(args: argparse.Namespace) -> None:
+    demo.run(_writable(args.out), args.replicas)
+
+
+def show_list(args: argparse.Namespace) -> None:
+    parts = {
+        "Data sets": {name: f"{DATASETS[name].title}: {DATASETS[name].note}" for name in PROTOCOLS},
+        "Methods": {name: f"{row.label}: {row.about}" for name, row in METHODS.items()},
+        "Artefacts": {name: artefact.about for name, artefact in artefacts.ARTEFACTS.items()},
+    }
+    for title, lines in parts.items():
+        print(title)
+        for name, text in lines.items():
+            print(f"  {name:20} {text}")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.out is not None:
+        found = _computed(_request(args, args.dataset, args.method), _writable(args.out), args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = _computed(_request(args, args.dataset, args.method), Path(folder), args)
+    if args.json:
+        print(json.dumps(found.to_json()))
+    else:
+        tables.show(tables.results([found]))
+
+
+def reproduce(args: argparse.Namespace) -> None:
+    out, began = _writable(args.out), time.perf_counter()
+    wanted = {name: _requests(args, artefacts.ARTEFACTS[name]) for name in args.artefacts}
+    every = list(dict.fromkeys(request for requests in wanted.values() for request in requests))
+    done = {request: cell for request in every if (cell := finished(request, out)) is not None}
+    say = _silent if args.quiet else _say
+    say(f"{len(every)} cells: {len(done)} finished, {len(every) - len(done)} to compute on {_chosen(args)}, into {out}")
+    for number, request in enumerate(every, 1):
+        if request in done:
+            continue
+        say(f"[{number}/{len(every)}] {request.dataset}, {request.method}")
+        done[request] = cell = _computed(request, out, args)
+        say(f"    median {cell.summary.median:.4g}, {cell.summary.diverged} diverged, {cell.seconds:.1f} s")
+    if args.json:
+        print(json.dumps([done[request].to_json() for request in every]))
+    elif "uci" in wanted:
+        tables.show(tables.results([done[request] for request in wanted["uci"]]))
+    try:
+        for name, requests in wanted.items():
+            for path in artefacts.ARTEFACTS[name].make([done[request] for request in requests], out / name):
+                say(f"wrote {path}")
+        say(f"wrote {_report(out)}")
+    except ModuleNotFoundError as missing:  # on a cluster, say; the results are safe
+        say(f"no {missing.name} for pictures: pip install 'onepass[experiments]', then onepass report {out}")
+    say(f"{time.perf_counter() - began:.0f} s in all")
+
+
+def write_report(args: argparse.Namespace) -> None:
+    print(_report(args.out))
+
+
+def _report(out: Path) -> Path:
+    from onepass.experiments import report  # needs matplotlib
+
+    return report.write(out)
+
+
+def _requests(args: argparse.Namespace, artefact: artefacts.Artefact) -> list[Request]:
+    asked = args.datasets or artefact.datasets
+    datasets = artefact.every if "all" in asked else asked
+    methods = [name for name in METHODS if name in (args.methods or artefact.methods) and name in artefact.methods]
+    return [_request(args, dataset, method) for dataset in PROTOCOLS if dataset in datasets for method in methods]
+
+
+def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
+    protocol = PROTOCOLS[dataset]
+    splits = DATASETS[dataset].splits
+    if args.split is not None and args.split not in range(splits):
+        raise UsageError(f"--split must be below {splits}, the clean splits of {dataset}, but got {args.split}")
+    return Request(
+        dataset, method, args.replicas or protocol.replicas, args.steps or protocol.steps, args.seed, args.split
+    )
+
+
+def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
+    progress = not args.quiet
+    return compute(request, out, device=_chosen(args), backend=args.backend, data_dir=args.data_dir, progress=progress)
+
+
+def _chosen(args: argparse.Namespace) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _writable(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a folder that can be written to, but {out} cannot: {error.strerror}"
+        ) from error
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The paper's experiments: its data sets, models and methods. Needs ``pip install 'onepass[experiments]'``."""

@@ -1,0 +1,183 @@
+"""Figures of finished cells: panels put together, as files."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, FigureBase, SubFigure
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from onepass.experiments.datasets import DATASETS
+from onepass.experiments.methods import METHODS
+from onepass.experiments.panels import (
+    NAMES,
+    TUNED,
+    UNTUNED,
+    distribution,
+    draw_distributions,
+    draw_median_curves,
+    draw_paths,
+    draw_valley,
+    log_axis,
+    loss_label,
+    median_curve,
+    paths,
+    span,
+    style_of,
+    ticks,
+    valley,
+)
+from onepass.experiments.runs import Cell, UsageError
+from onepass.experiments.statistics import Array
+
+Grouped = Mapping[str, Mapping[str, Cell]]  # data set -> method -> cell
+
+LOSSES = "viridis"  # dark for low losses: on white, bad starts fade
+
+
+def figure_of(name: str, cells: Iterable[Cell]) -> Figure:
+    """The figure of that name in `FIGURES`, of all these cells.
+
+    >>> figure_of("nonsense", [])
+    Traceback (most recent call last):
+    ValueError: figure must be one of uci-curves, uci-cdfs, uci-learning-rates, demo, but got 'nonsense'
+    """
+    if name not in FIGURES:
+        raise ValueError(f"figure must be one of {', '.join(FIGURES)}, but got {name!r}")
+    groups: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.request.dataset, {})[cell.request.method] = cell
+    figure = FIGURES[name](groups) if groups else None
+    if figure is None:
+        raise UsageError(f"there are no finished runs that the figure {name} could show")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """As PATH.png and PATH.pdf: each under another name first, so that a file that is there is whole."""
+    saved = []
+    for kind in ("png", "pdf"):
+        target = path.with_name(f"{path.name}.{kind}")
+        beside = path.with_name(f".{path.name}.{kind}.partial")
+        beside.write_bytes(rendered(figure, kind))
+        os.replace(beside, target)
+        saved.append(target)
+    return saved
+
+
+def rendered(figure: Figure, kind: str) -> bytes:
+    """A file of that kind: "png", "pdf" or "svg". The same figure gives the same bytes."""
+    undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "onepass"}):
+        figure.savefig(buffer, format=kind, dpi=150, metadata=undated.get(kind))
+    if kind != "png":
+        return buffer.getvalue()
+    smaller = io.BytesIO()
+    Image.open(buffer).convert("RGB").quantize(256).save(smaller, "png", optimize=True)  # to a third of its size
+    return smaller.getvalue()
+
+
+def _panel_a_dataset(of: Callable[[Cell], Any], draw: Callable[[Axes, Any, str], None], groups: Grouped) -> Figure:
+    rows, columns = _shape(len(groups))
+    figure = Figure(figsize=(max(3.6 * columns, 6), 3.0 * rows + 0.9), layout="constrained")
+    for axes, (dataset, cells) in zip(_panels(figure, rows, columns, len(groups)), groups.items(), strict=True):
+        draw(axes, {method: of(cell) for method, cell in cells.items()}, loss_label(dataset))
+        axes.set_title(DATASETS[dataset].title)
+    methods = [method for method in METHODS if any(method in cells for cells in groups.values())]
+    handles = [Line2D([], [], label=METHODS[method].label, **style_of(method)) for method in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(columns, 2) + 1, frameon=False)
+    return figure
+
+
+def _learning_rates_figure(groups: Grouped) -> Figure | None:
+    """A block of panels a data set, one panel a method that tunes the learning rate."""
+    found = {
+        dataset: {method: paths(cell) for method, cell in cells.items() if METHODS[method].tunes("lr")}
+        for dataset, cells in groups.items()
+    }
+    found = {dataset: panels for dataset, panels in found.items() if panels}
+    if not found:
+        return None
+    common = span([path.values for panels in found.values() for path in panels.values()], highest=100)
+    _, columns = _shape(max(len(panels) for panels in found.values()))
+    heights = [-(-len(panels) // columns) for panels in found.values()]
+    size = 2.9 * columns + 1, sum(2.1 * rows + 0.6 for rows in heights)
+    figure = Figure(figsize=size, layout="constrained")
+    blocks = figure.subfigures(len(found), 1, squeeze=False, height_ratios=[2.1 * rows + 0.6 for rows in heights]).flat
+    for block, rows, (dataset, panels) in zip(blocks, heights, found.items(), strict=True):
+        colours = _colours([path.losses for path in panels.values()])
+        every = _panels(block, rows, columns, len(panels))
+        for axes, (method, path) in zip(every, panels.items(), strict=True):
+            draw_paths(axes, path, colours)
+            log_axis(axes, "y", *common)
+            axes.set_title(METHODS[method].label)
+        block.supxlabel("weight steps")
+        block.supylabel(NAMES["lr"])
+        _colour_bar(block, colours, every, dataset)
+    return figure
+
+
+def _demo_figure(groups: Grouped) -> Figure | None:
+    """A row of two panels a data set."""
+    found = {dataset: cells for dataset, cells in groups.items() if UNTUNED in cells and TUNED in cells}
+    if not found:
+        return None
+    figure = Figure(figsize=(10, 4.2 * len(found) + 0.5), layout="constrained")
+    blocks = figure.subfigures(len(found), 1, squeeze=False).flat
+    for block, (dataset, cells) in zip(blocks, found.items(), strict=True):
+        valleys = [valley(cells[UNTUNED], cells[TUNED], name) for name in ("weight_decay", "momentum")]
+        colours = _colours([valleys[0].losses, valleys[0].tuned_losses])
+        panels = _panels(block, 1, 2, 2)
+        for axes, one in zip(panels, valleys, strict=True):
+            draw_valley(axes, one, colours)
+        _colour_bar(block, colours, panels, dataset)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def _shape(panels: int) -> tuple[int, int]:
+    """Rows and columns: at most four of these, and as few holes as can be."""
+    columns = panels if panels <= 4 else 4 if panels in (7, 8) or panels > 9 else 3
+    return -(-panels // columns), columns
+
+
+def _panels(figure: FigureBase, rows: int, columns: int, wanted: int) -> list[Axes]:
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in every[wanted:]:
+        axes.remove()
+    for axes in every[:wanted]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", linewidth=0.5)
+        axes.set_axisbelow(True)
+    return every[:wanted]
+
+
+def _colours(losses: Sequence[Array]) -> ScalarMappable:
+    return ScalarMappable(LogNorm(*span(losses), clip=True), LOSSES)
+
+
+def _colour_bar(block: SubFigure, colours: ScalarMappable, panels: list[Axes], dataset: str) -> None:
+    block.suptitle(DATASETS[dataset].title, fontweight="bold")
+    locator, formatter = ticks(*colours.get_clim())
+    label = f"final {loss_label(dataset)}"
+    bar = block.colorbar(colours, ax=panels, label=label, extend="max", ticks=locator, format=formatter)
+    bar.minorticks_off()
+
+
+FIGURES: dict[str, Callable[[Grouped], Figure | None]] = {
+    "uci-curves": partial(_panel_a_dataset, median_curve, draw_median_curves),
+    "uci-cdfs": partial(_panel_a_dataset, distribution, draw_distributions),
+    "uci-learning-rates": _learning_rates_figure,
+    "demo": _demo_figure,
+}

@@ -1,0 +1,177 @@
+"""How the paper trains: which network on which data, from where, for how long; and one such training of many starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.batches import Minibatches
+from onepass.experiments.datasets import Data
+from onepass.experiments.methods import Method
+from onepass.experiments.models import mlp
+from onepass.population import Population
+from onepass.starts import LogUniform, Uniform
+
+STARTS: dict[str, LogUniform | Uniform] = {
+    "lr": LogUniform(1e-6, 1e-1),
+    "weight_decay": LogUniform(1e-7, 1e-2),
+    "momentum": Uniform(0.0, 1.0),
+}
+CURVE_POINTS = 100
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is trained on a data set.
+
+    Attributes:
+        metric: what is reported, of the test set after the last step.
+        steps, replicas: unless somebody wants others.
+        batch: rows of a mini-batch, every start in an order of its own; ``None`` for all rows in every step.
+        shown_times: tables show the metric times this number, as the paper does for Kin8nm.
+        start: where hyperparameters are drawn from.
+    """
+
+    make_model: Callable[[Data], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    metric: str
+    steps: int
+    replicas: int
+    batch: int | None = None
+    shown_times: int = 1
+    start: Mapping[str, Any] = field(default_factory=lambda: STARTS)
+
+
+def regression(**options: Any) -> Protocol:
+    def model(data: Data) -> nn.Module:
+        return mlp(data.train[0].shape[1], 50, 1)
+
+    return Protocol(model, squared_error, "test MSE", **{"steps": 4000, "replicas": 200, **options})
+
+
+def classification(**options: Any) -> Protocol:
+    def model(data: Data) -> nn.Module:
+        return mlp(data.train[0].shape[1], 50, int(data.train[1].max()) + 1)
+
+    return Protocol(model, cross_entropy, "test cross-entropy", **options)
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    "uci-boston": regression(),
+    "uci-concrete": regression(),
+    "uci-energy": regression(),
+    "kin8nm": regression(shown_times=1000),
+    "uci-naval": regression(shown_times=1_000_000),
+    "uci-power": regression(),
+    "uci-wine": regression(),
+    "uci-yacht": regression(),
+    "digits": classification(steps=1500, replicas=32, batch=50),
+    "diabetes": regression(steps=1000, replicas=32),
+}
+
+
+class Outcome(NamedTuple):
+    """What came of all starts. Losses are the protocol's metric, in the target's own units.
+
+    Attributes:
+        test, valid: after the last step, one a start.
+        start, end: name -> one value a start; the median where every weight has its own.
+        curve_steps: weight steps at which the following were looked at.
+        curve_test: ``(points, starts)``.
+        curve_values: name -> ``(points, starts)``.
+        returns: how often the guard went back.
+        seconds: from making the models to the last loss; of the last part, if the run was resumed.
+    """
+
+    test: Tensor
+    valid: Tensor
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+    curve_steps: list[int]
+    curve_test: Tensor
+    curve_values: dict[str, Tensor]
+    returns: Tensor
+    seconds: float = 0.0
+
+
+def train(
+    protocol: Protocol,
+    method: Method,
+    data: Data,
+    *,
+    replicas: int,
+    steps: int,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: str = "auto",
+    progress: bool = False,
+    checkpoint: Path | None = None,
+) -> Outcome:
+    """Train all starts of one data set by one method."""
+    began = time.perf_counter()
+    population = Population(
+        lambda: protocol.make_model(data),
+        protocol.loss,
+        replicas=replicas,
+        start=protocol.start,
+        seed=seed,
+        device=device,
+        backend=backend,
+        **method.options,
+    )
+    training, tuning = _parts(method, data)
+    population.run(
+        _batches(protocol, training),
+        None if tuning is None else _batches(protocol, tuning),
+        steps=steps,
+        measure={"test": (protocol.loss, data.test)},
+        progress=progress,
+        checkpoint=checkpoint,
+    )
+    outcome = _outcome(population, protocol, data)
+    return outcome._replace(seconds=time.perf_counter() - began)
+
+
+def _parts(method: Method, data: Data) -> tuple[Any, Any]:
+    """What is trained on, and what is tuned by, if anything is."""
+    everything = tuple(torch.cat(both) for both in zip(data.train, data.valid, strict=True))
+    training = everything if method.trains_on == "all" else data.train
+    tuned = method.options.get("tune") != ()
+    return training, {"validation": data.valid, "training": training}[method.tunes_by] if tuned else None
+
+
+def _batches(protocol: Protocol, rows: tuple[Tensor, ...]) -> Any:
+    if protocol.batch is None:
+        return [rows]
+    return Minibatches(rows, size=protocol.batch, per_replica=True)
+
+
+def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:
+    history, scale = population.history, data.target_scale**2
+    kept = torch.linspace(0, len(history) - 1, min(CURVE_POINTS, len(history))).round().long()
+    ends = {name: value if value.dim() == 1 else value.median(1).values for name, value in population.values().items()}
+    return Outcome(
+        test=population.evaluate(protocol.loss, data.test).double() * scale,
+        valid=population.evaluate(protocol.loss, data.valid).double() * scale,
+        start=history.start,
+        end=ends,
+        curve_steps=[history.steps[i] for i in kept.tolist()],
+        curve_test=history.measured["test"][kept] * scale,
+        curve_values={name: value[kept] for name, value in history.values.items()},
+        returns=history.returns,
+    )

@@ -1,0 +1,36 @@
+"""The paper's own numbers, from its tables (``published.csv``)."""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+
+class Published(NamedTuple):
+    """One row of a table of the paper, in the units that it prints."""
+
+    mean: float
+    mean_se: float
+    median: float
+    median_se: float
+    best: float
+
+
+@cache
+def _rows() -> list[dict[str, str]]:
+    text = (files("onepass.experiments") / "published.csv").read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
+def published(table: str, dataset: str, title: str) -> Published | None:
+    """What the paper prints for a data set and a method, called as the paper calls it.
+
+    >>> published("AverageResults_UCI", "uci-energy", "Ours_WD+LR+M").median
+    0.3
+    """
+    for row in _rows():
+        if (row["table"], row["dataset"], row["method"]) == (table, dataset, title):
+            return Published(*(float(row[name]) for name in Published._fields))
+    return None

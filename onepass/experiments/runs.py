@@ -1,0 +1,220 @@
+"""Results on disk: one folder a cell, data set x method, which is either whole or not there.
+
+OUT/uci-energy/one-pass/cell.json     what was asked, where and how long it ran, its figures
+OUT/uci-energy/one-pass/curves.npz    test loss and hyperparameters over time
+OUT/uci-energy/.one-pass.pt           a checkpoint, while the cell is being computed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onepass.experiments.datasets import load
+from onepass.experiments.methods import METHODS
+from onepass.experiments.protocol import PROTOCOLS, Outcome, train
+from onepass.experiments.statistics import Array, Summary, best_of, summary
+from onepass.version import __version__
+
+
+class UsageError(Exception):
+    """A user's mistake: its text is all that the user needs to see."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What determines the numbers of a cell. ``split``: of the data; ``None`` for the paper's own."""
+
+    dataset: str
+    method: str
+    replicas: int
+    steps: int
+    seed: int = 0
+    split: int | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A finished training of many starts.
+
+    Attributes:
+        values: final test losses of the starts that count: all, or the best of every few.
+        seconds: of wall time; of the last part, if ``resumed``.
+    """
+
+    request: Request
+    metric: str
+    values: list[float]
+    seconds: float
+    device: str
+    resumed: bool
+    versions: dict[str, str]
+    test: list[float]
+    valid: list[float]
+    start: dict[str, list[float]]
+    end: dict[str, list[float]]
+    returns: list[int]
+    folder: Path
+
+    @property
+    def summary(self) -> Summary:
+        return summary(self.values)
+
+    def curves(self) -> dict[str, Array]:
+        """``steps`` ``(points,)``; ``test`` and the name of every hyperparameter ``(points, starts)``."""
+        with np.load(self.folder / "curves.npz") as saved:
+            return {name: saved[name].astype(np.float64) for name in saved.files}
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``onepass run --json`` prints."""
+        found = self.summary
+        asked = self.request
+        return {
+            "dataset": asked.dataset,
+            "method": asked.method,
+            "replicas": asked.replicas,
+            "steps": asked.steps,
+            "seed": asked.seed,
+            "split": asked.split,
+            "device": self.device,
+            "metric": self.metric,
+            **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
+            "seconds": self.seconds,
+            "values": [_plain(value) for value in self.values],
+        }
+
+
+def compute(
+    request: Request,
+    out: Path,
+    *,
+    device: str = "cpu",
+    backend: str = "auto",
+    data_dir: str | Path | None = None,
+    progress: bool = False,
+) -> Cell:
+    """The cell, from disk if it is finished, else computed, going on from where it was killed."""
+    done = finished(request, out)
+    if done is not None:
+        return done
+    data = load(request.dataset, data_dir=data_dir, split=request.split)
+    protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
+    folder = _folder(request, out)
+    checkpoint = folder.with_name(f".{folder.name}.pt")
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    resumed = checkpoint.exists()
+    try:
+        outcome = train(
+            protocol,
+            method,
+            data,
+            replicas=request.replicas,
+            steps=request.steps,
+            seed=request.seed,
+            device=device,
+            backend=backend,
+            progress=progress,
+            checkpoint=checkpoint,
+        )
+    except ValueError as error:
+        if resumed:  # most likely it began with other settings
+            raise UsageError(str(error)) from error
+        raise
+    _save(folder, _described(request, outcome, device, resumed), outcome)
+    checkpoint.unlink(missing_ok=True)
+    return read(folder)
+
+
+def finished(request: Request, out: Path) -> Cell | None:
+    """The cell if it is there; an error if what is there was asked differently."""
+    folder = _folder(request, out)
+    if not (folder / "cell.json").exists():
+        return None
+    cell = read(folder)
+    for name, value in asdict(request).items():
+        had = getattr(cell.request, name)
+        if had != value:
+            raise UsageError(
+                f"{folder} holds a run with {name} {had}, but now {name} is {value}; give another --out, or the same "
+                f"{name}"
+            )
+    return cell
+
+
+def read(folder: Path) -> Cell:
+    try:
+        saved = json.loads((folder / "cell.json").read_text())
+        request = Request(**saved.pop("request"))
+        lists = {name: _numbers(saved.pop(name)) for name in ("values", "test", "valid", "start", "end")}
+        return Cell(request=request, folder=folder, **lists, **saved)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{folder} holds no readable result ({error}); move it away") from error
+
+
+def cells(out: Path) -> Iterator[Cell]:
+    """All finished cells, in order of data set and method as in their tables."""
+    for dataset in PROTOCOLS:
+        for method in METHODS:
+            folder = out / dataset / method
+            if (folder / "cell.json").exists():
+                yield read(folder)
+
+
+def _folder(request: Request, out: Path) -> Path:
+    return out / request.dataset / request.method
+
+
+def _described(request: Request, outcome: Outcome, device: str, resumed: bool) -> dict[str, Any]:
+    kept = best_of(outcome.valid.tolist(), METHODS[request.method].best_of)
+    return {
+        "request": asdict(request),
+        "metric": PROTOCOLS[request.dataset].metric,
+        "device": _device_name(device),
+        "seconds": round(outcome.seconds, 3),
+        "resumed": resumed,
+        "versions": {"onepass": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "values": [_plain(value) for value in outcome.test[torch.from_numpy(kept)].tolist()],
+        "test": [_plain(value) for value in outcome.test.tolist()],
+        "valid": [_plain(value) for value in outcome.valid.tolist()],
+        "start": {name: value.tolist() for name, value in outcome.start.items()},
+        "end": {name: [_plain(x) for x in value.tolist()] for name, value in outcome.end.items()},
+        "returns": outcome.returns.tolist(),
+    }
+
+
+def _save(folder: Path, described: dict[str, Any], outcome: Outcome) -> None:
+    """Written under another name first, and then moved: a cell that is there is whole."""
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    (beside / "cell.json").write_text(json.dumps(described, allow_nan=False) + "\n")
+    curves = {"test": outcome.curve_test, **outcome.curve_values}
+    narrow: dict[str, Any] = {name: value.float().numpy() for name, value in curves.items()}
+    np.savez_compressed(beside / "curves.npz", steps=np.array(outcome.curve_steps), **narrow)
+    os.replace(beside, folder)
+
+
+def _device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN: ``null`` stands for a start that was lost."""
+    return value if np.isfinite(value) else None
+
+
+def _numbers(saved: Any) -> Any:
+    if isinstance(saved, dict):
+        return {name: _numbers(value) for name, value in saved.items()}
+    return [float("nan") if value is None else value for value in saved]

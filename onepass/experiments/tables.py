@@ -1,0 +1,237 @@
+"""Tables of results, the paper's number beside ours: what is in them, and four ways to write them down."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from onepass.experiments.datasets import DATASETS
+from onepass.experiments.methods import METHODS
+from onepass.experiments.protocol import PROTOCOLS
+from onepass.experiments.published import Published, published
+from onepass.experiments.runs import Cell
+from onepass.experiments.statistics import apart, near_best
+
+PUBLISHED_IN = "AverageResults_UCI"
+
+
+class Estimate(NamedTuple):
+    """A number with its standard error, and the paper's. ``bold``: within the error bar of the best method."""
+
+    value: float
+    se: float
+    bold: bool = False
+    paper: float | None = None
+    paper_se: float = math.nan
+
+    @property
+    def apart(self) -> float:
+        """The difference from the paper's, in combined standard errors."""
+        return math.nan if self.paper is None else apart(self.value, self.se, self.paper, self.paper_se)
+
+
+class Row(NamedTuple):
+    label: str
+    mean: Estimate
+    median: Estimate
+    best: Estimate
+    diverged: str
+    seconds: float
+
+
+class Table(NamedTuple):
+    title: str
+    rows: list[Row]
+    note: str
+
+
+class Text(NamedTuple):
+    """One field of a written table."""
+
+    text: str
+    bold: bool = False
+
+
+def results(cells: Sequence[Cell]) -> list[Table]:
+    """One table a data set, one row a method."""
+    return [_table(name, list(some)) for name, some in groupby(cells, key=lambda cell: cell.request.dataset)]
+
+
+def _table(dataset: str, cells: list[Cell]) -> Table:
+    times = PROTOCOLS[dataset].shown_times
+    known = [published(PUBLISHED_IN, dataset, METHODS[cell.request.method].title) for cell in cells]
+    columns = {name: _column(cells, known, name, times) for name in ("mean", "median", "best")}
+    rows = [
+        Row(
+            METHODS[cell.request.method].label,
+            columns["mean"][i],
+            columns["median"][i],
+            columns["best"][i],
+            f"{cell.summary.diverged} of {cell.summary.starts}",
+            cell.seconds,
+        )
+        for i, cell in enumerate(cells)
+    ]
+    shown = f" x {times:,}".replace(",", " ") if times > 1 else ""
+    sizes = {(cell.request.replicas, cell.request.steps) for cell in cells}
+    runs = ", ".join(f"{replicas} starts x {steps} steps" for replicas, steps in sorted(sizes))
+    title = f"{DATASETS[dataset].title}: {cells[0].metric}{shown}"
+    devices = ", ".join(dict.fromkeys(cell.device for cell in cells))
+    split = cells[0].request.split
+    note = f"{runs} on {devices}" + ("" if split is None else f", clean split {split}")
+    return Table(title, rows, note)
+
+
+def _column(cells: list[Cell], known: list[Published | None], name: str, times: int) -> list[Estimate]:
+    ours = [cell.summary._asdict() for cell in cells]
+    values = [times * one[name] for one in ours]
+    errors = [times * one.get(f"{name}_se", math.nan) for one in ours]
+    papers = [one._asdict() if one is not None else {} for one in known]
+    bold = near_best(values, errors)
+    return [
+        Estimate(value, se, is_bold, paper.get(name), paper.get(f"{name}_se", math.nan))
+        for value, se, is_bold, paper in zip(values, errors, bold, papers, strict=True)
+    ]
+
+
+# --- numbers as text ---
+
+
+def number(value: float, se: float = math.nan) -> str:
+    """As many digits as the standard error allows: one of the error's own; three without one.
+
+    >>> number(0.9634, 0.0812), number(23.4, 2.1), number(4712.0, 300.0), number(0.1236)
+    ('0.96 ± 0.08', '23 ± 2', '4700 ± 300', '0.124')
+    """
+    if not math.isfinite(value):
+        return "–"
+    if not se > 0:
+        digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+        return f"{round(value, digits):.{max(0, digits)}f}"
+    digits = -math.floor(math.log10(se))
+    if round(se, digits) >= 10 ** (1 - digits):  # 0.096 becomes 0.1
+        digits -= 1
+    value, se = round(value, digits), round(se, digits)
+    return f"{value:.{max(0, digits)}f} ± {se:.{max(0, digits)}f}"
+
+
+def _difference(estimate: Estimate) -> str:
+    return f"{estimate.apart:+.1f}" if math.isfinite(estimate.apart) else ""
+
+
+def _paper(estimate: Estimate) -> str:
+    return "" if estimate.paper is None else number(estimate.paper, estimate.paper_se)
+
+
+def grid(table: Table) -> tuple[list[str], list[list[Text]]]:
+    """Head and rows. The paper's columns are left out where the paper has no such table."""
+    compared = any(row.mean.paper is not None for row in table.rows)
+    head, body = ["method"], [[Text(row.label)] for row in table.rows]
+    for name in ("mean", "median", "best"):
+        estimates: list[Estimate] = [getattr(row, name) for row in table.rows]
+        head.append(name)
+        _append(body, [Text(number(one.value, one.se), one.bold) for one in estimates])
+        if compared:
+            head.append("paper")
+            _append(body, [Text(_paper(one)) for one in estimates])
+        if compared and name != "best":
+            head.append("apart")
+            _append(body, [Text(_difference(one)) for one in estimates])
+    head += ["diverged", "seconds"]
+    _append(body, [Text(row.diverged) for row in table.rows])
+    _append(body, [Text(f"{row.seconds:.1f}") for row in table.rows])
+    return head, body
+
+
+def _append(body: list[list[Text]], column: list[Text]) -> None:
+    for row, text in zip(body, column, strict=True):
+        row.append(text)
+
+
+LEGEND = (
+    "± standard error of 1 000 bootstrap samples; bold: within the error bar of the best; diverged runs left out. "
+    "The paper's numbers stand beside or under ours; apart: the difference in combined standard errors."
+)
+
+
+# --- written down ---
+
+
+def to_markdown(table: Table) -> str:
+    head, body = grid(table)
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    lines += [[f"**{field.text}**" if field.bold else field.text for field in row] for row in body]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{table.title}** ({table.note})\n\n{rows}\n"
+
+
+def to_latex(table: Table) -> str:
+    r"""A ``tabular`` for the ``booktabs`` package."""
+    head, body = grid(table)
+
+    def written(field: Text) -> str:
+        text = field.text.replace("±", r"$\pm$").replace("_", r"\_").replace("–", "--")
+        return rf"\textbf{{{text}}}" if field.bold else text
+
+    lines = [" & ".join(written(Text(name)) for name in head)] + [" & ".join(map(written, row)) for row in body]
+    rows = " \\\\\n".join(lines[1:])
+    columns = "l" + "r" * (len(head) - 1)
+    title = f"% {table.title} ({table.note})\n"
+    return (
+        rf"{title}\begin{{tabular}}{{{columns}}}"
+        f"\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{rows} \\\\\n\\bottomrule\n"
+        "\\end{tabular}\n"
+    )
+
+
+def to_html(table: Table) -> str:
+    head, body = grid(table)
+
+    def field(tag: str, text: Text) -> str:
+        inside = html.escape(text.text)
+        return f"<{tag}>{f'<b>{inside}</b>' if text.bold else inside}</{tag}>"
+
+    rows = ["".join(field("th", Text(name)) for name in head)]
+    rows += [field("th", row[0]) + "".join(field("td", text) for text in row[1:]) for row in body]
+    lines = [f"<tr>{row}</tr>" for row in rows]
+    caption = f"<caption><strong>{html.escape(table.title)}</strong> ({html.escape(table.note)})</caption>"
+    inside = "\n".join([f"<thead>{lines[0]}</thead>", "<tbody>", *lines[1:], "</tbody>"])
+    return f'<table class="results">\n{caption}\n{inside}\n</table>\n'
+
+
+def show(tables: Sequence[Table], console: Any = None) -> None:
+    """On a terminal, the paper's numbers under ours; as Markdown where rich is not installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print("\n".join(map(to_markdown, tables)))
+        return
+    console = console or Console()
+    for table in tables:
+        console.print(_drawn(table))
+    console.print(f"[dim]{LEGEND}[/dim]\n", highlight=False)
+
+
+def _drawn(table: Table) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+
+    def field(estimate: Estimate) -> str:
+        ours = number(estimate.value, estimate.se)
+        ours = f"[bold]{ours}[/bold]" if estimate.bold else ours
+        return ours if estimate.paper is None else f"{ours}\n[dim]{_paper(estimate)}[/dim]"
+
+    compared = any(row.mean.paper is not None for row in table.rows)
+    title = f"[bold]{table.title}[/bold]\n{table.note}"
+    drawn = RichTable(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+    head = ["method", "mean", "median", *(["apart"] if compared else []), "best", "lost", "s"]
+    for i, name in enumerate(head):
+        drawn.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
+    for row in table.rows:
+        apart_from_paper = [f"\n[dim]{_difference(row.median)}[/dim]"] if compared else []
+        averages = [field(row.mean), field(row.median), *apart_from_paper]
+        drawn.add_row(row.label, *averages, field(row.best), row.diverged.replace(" of ", "/"), f"{row.seconds:.1f}")
+    return drawn

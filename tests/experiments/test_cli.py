@@ -1,0 +1,212 @@
+"""Whole commands, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onepass.cli import main
+from onepass.experiments.artefacts import ARTEFACTS
+from onepass.experiments.methods import METHODS
+from onepass.experiments.protocol import PROTOCOLS
+
+SMALL = ["--replicas", "4", "--steps", "20", "--device", "cpu"]
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    # The machine is shared with other tests: threads that wait for each other would take all its time.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "onepass.cli", *arguments]
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in (*PROTOCOLS, *METHODS, *ARTEFACTS):
+        assert re.search(rf"^  {re.escape(name)} ", shown, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("words", [[], ["demo"], ["list"], ["run"], ["reproduce"], ["report"]])
+def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([*words, "--help"])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: onepass" in shown
+    assert not words or words == ["list"] or re.search(r"minute|seconds", shown), "what does it cost?"
+
+
+def test_run_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "diabetes", "one-pass", *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dataset"], found["method"], found["replicas"], found["steps"]) == ("diabetes", "one-pass", 4, 20)
+    assert len(found["values"]) == 4 and found["mean"] > 0 and found["diverged"] == 0
+
+
+def test_run_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "diabetes", "random", *SMALL, "--out", str(tmp_path)]) == 0
+    assert "Diabetes: test MSE" in capsys.readouterr().out
+    assert (tmp_path / "diabetes" / "random" / "cell.json").exists()
+
+
+def test_reproduce_with_real_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, real_data: Path) -> None:
+    """Every method on a set of the paper, a table with the paper's numbers, all figures, a report."""
+    names = ["uci", "uci-curves", "uci-cdfs", "uci-learning-rates"]
+    line = ["reproduce", *names, "--datasets", "uci-energy", *SMALL, "--out", str(tmp_path), "--data-dir"]
+    assert main([*line, str(real_data)]) == 0
+    shown = capsys.readouterr()
+    assert "0.30 ± 0.03" in shown.out
+    assert f"{len(METHODS)} cells: 0 finished, {len(METHODS)} to compute on cpu" in shown.err
+    for name in ("uci.md", "uci.tex", "uci.html", *(f"{name}.png" for name in names[1:]), "report.html"):
+        assert (tmp_path / name).stat().st_size > 500, name
+    assert main([*line, str(real_data)]) == 0
+    assert f"{len(METHODS)} finished, 0 to compute" in capsys.readouterr().err
+
+
+def test_reproduce_some_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = ["reproduce", "uci", "--datasets", "diabetes", "--methods", "one-pass", "random", *SMALL, "--quiet"]
+    assert main([*line, "--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert [one["method"] for one in json.loads(shown.out)] == ["random", "one-pass"]
+    assert shown.err == ""
+
+
+def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["run", "diabetes", "one-pass", *SMALL, "--out", str(tmp_path), "--json"])
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 0
+    assert Path(capsys.readouterr().out.strip()).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.experiments import demo
+    from onepass.experiments.protocol import regression
+
+    monkeypatch.setattr(demo, "DEMO_SETS", ("diabetes",))
+    monkeypatch.setitem(PROTOCOLS, "diabetes", regression(steps=200, replicas=4))
+    assert main(["demo", "--replicas", "4", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("median", "mean", "worst", "diverged", "time", "plain", "one-pass", "report.html", "demo.png"):
+        assert word in shown
+    assert (tmp_path / "report.html").exists() and (tmp_path / "demo.png").exists()
+
+
+# --- mistakes ---
+
+MISTAKES = [
+    (["run", "uci-enrgy", "one-pass"], "unknown data set 'uci-enrgy'; did you mean uci-energy?"),
+    (["run", "penn-treebank", "one-pass"], "no protocol for penn-treebank yet"),
+    (["run", "diabetes", "one-pas"], "unknown method 'one-pas'; did you mean one-pass?"),
+    (["reproduce", "uci-cdf"], "unknown artefact 'uci-cdf'; did you mean uci-cdfs?"),
+    (["reproduce", "uci", "--methods", "baydn"], "unknown method 'baydn'; did you mean baydin?"),
+    (
+        ["run", "diabetes", "one-pass", "--replicas", "0"],
+        "--replicas: must be a whole number of at least 1, but got",
+    ),
+    (["run", "diabetes", "one-pass", "--steps", "many"], "--steps: must be a whole number"),
+    (["run", "diabetes", "one-pass", "--device", "tpu"], "--device: must be cpu or cuda, but got 'tpu'"),
+    (["run", "diabetes", "one-pass", "--backend", "fast"], "unknown backend 'fast'"),
+    (["run", "diabetes", "one-pass", "--split", "3"], "--split must be below 0"),
+    (["run", "diabetes", "one-pass", "--out", "/dev/null/x"], "--out must be a folder that can be written to"),
+    (["report", "/nowhere"], "/nowhere"),
+    ([], "required: COMMAND"),
+    (["runn"], "runn"),
+]
+
+
+def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        code = main(arguments)
+    except SystemExit as exit:
+        code = exit.code  # type: ignore[assignment]
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1, shown.err
+    return shown.err
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in fails(arguments, capsys)
+
+
+def test_no_cuda(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "torch sees no CUDA device" in fails(["run", "diabetes", "one-pass", "--device", "cuda"], capsys)
+
+
+def test_data_that_cannot_be_had(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONEPASS_MIRROR", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("ONEPASS_DATA", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = fails(["run", "uci-energy", "one-pass", *SMALL, "--quiet", "--data-dir", str(tmp_path)], capsys)
+    assert "data.txt" in told and "ONEPASS_DATA" in told
+
+
+def test_results_of_another_configuration_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = ["reproduce", "uci", "--datasets", "diabetes", "--methods", "random", "--quiet", "--out", str(tmp_path)]
+    assert main([*line, *SMALL]) == 0
+    before = (tmp_path / "diabetes" / "random" / "cell.json").read_bytes()
+    capsys.readouterr()
+    assert "holds a run with replicas 4, but now replicas is 5" in fails([*line, *SMALL, "--replicas", "5"], capsys)
+    assert (tmp_path / "diabetes" / "random" / "cell.json").read_bytes() == before
+
+
+# --- killed ---
+
+LONG = ["--datasets", "diabetes", "--methods", "random", "one-pass", "--replicas", "3", "--steps", "600"]
+
+
+def test_killed_at_any_moment_it_goes_on_to_the_same_table(tmp_path: Path) -> None:
+    whole = command("reproduce", "uci", *LONG, "--out", str(tmp_path / "whole"), "--json", "--quiet")
+    began = time.monotonic()
+    expected, problem = whole.communicate(timeout=300)
+    assert whole.returncode == 0, problem
+    lasted = time.monotonic() - began
+    line = ["reproduce", "uci", *LONG, "--out", str(tmp_path / "killed"), "--json", "--quiet"]
+    for _ in range(2):
+        begun = command(*line)
+        time.sleep(random.uniform(0.2, 0.9) * lasted)
+        begun.kill()
+        begun.communicate()
+    after = command(*line)
+    found, problem = after.communicate(timeout=300)
+    assert after.returncode == 0, problem
+    assert timeless(found) == timeless(expected)
+    files = [(tmp_path / name / "uci.md").read_text() for name in ("whole", "killed")]
+    assert without_seconds(files[0]) == without_seconds(files[1])
+
+
+def timeless(text: str) -> list[dict[str, object]]:
+    return [{name: value for name, value in one.items() if name != "seconds"} for one in json.loads(text)]
+
+
+def without_seconds(markdown: str) -> str:
+    return re.sub(r"\| [\d.]+ \|$", "|", markdown, flags=re.MULTILINE)
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
+    begun = command("reproduce", "uci", *LONG, "--steps", "100000", "--out", str(tmp_path))
+    assert begun.stderr is not None
+    while "diabetes, random" not in begun.stderr.readline():
+        assert begun.poll() is None
+    time.sleep(1.0)
+    begun.send_signal(signal.SIGINT)
+    _, told = begun.communicate(timeout=60)
+    assert begun.returncode == 130
+    assert told.strip().splitlines()[-1].endswith("and the same command goes on from there")
+    assert "Traceback" not in told

@@ -1,0 +1,119 @@
+"""Every row of the table of methods, and the protocol that trains by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.experiments.datasets import DATASETS, Data, load
+from onepass.experiments.methods import METHODS, Method
+from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, squared_error, train
+from onepass.experiments.published import published
+
+DATA = load("diabetes")
+PROTOCOL = PROTOCOLS["diabetes"]
+IN_THE_PAPER = [name for name, row in METHODS.items() if row.title != row.label or name[:8] != "one-pass"]
+
+
+def trained(method: str | Method, **settings: object) -> Outcome:
+    row = METHODS[method] if isinstance(method, str) else method
+    every = {"replicas": 3, "steps": 20, **settings}
+    return train(PROTOCOL, row, DATA, **every)  # type: ignore[arg-type]
+
+
+def by_hand(name: str, **options: Any) -> onepass.Population:
+    everything = tuple(torch.cat(both) for both in zip(DATA.train, DATA.valid, strict=True))
+    population = onepass.Population(
+        lambda: PROTOCOL.make_model(DATA), squared_error, replicas=3, start=STARTS, **options
+    )
+    population.run([everything if METHODS[name].trains_on == "all" else DATA.train], [DATA.valid], steps=20)
+    return population
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains(name: str) -> None:
+    found = trained(name)
+    assert found.test.isfinite().all() and found.valid.isfinite().all()
+    tuned = METHODS[name].options.get("tune", ("lr", "momentum", "weight_decay"))
+    for value, start in found.start.items():
+        moved = bool((found.end[value] - start).abs().max() > 1e-9 * start.abs().max())
+        assert moved == (value in tuned or value in METHODS[name].options.get("scale", {})), value
+    assert found.curve_test.shape == (len(found.curve_steps), 3)
+    assert found.curve_test[-1].tolist() == pytest.approx(found.test.tolist())
+
+
+@pytest.mark.parametrize("name", ["random", "one-pass", "random-3-batched"])
+def test_a_row_is_a_population_and_nothing_more(name: str) -> None:
+    population = by_hand(name, **METHODS[name].options)
+    expected = population.evaluate(squared_error, DATA.test).double() * DATA.target_scale**2
+    assert torch.equal(trained(name).test, expected)
+
+
+def test_all_methods_begin_from_the_same_starts() -> None:
+    first, second = trained("random", steps=1), trained("one-pass-wd-lr-m", steps=1)
+    for name, value in first.start.items():
+        assert value.tolist() == pytest.approx(second.start[name].tolist(), rel=1e-12)
+
+
+def test_random_trains_on_validation_data_too_and_three_batched_does_not() -> None:
+    assert not torch.equal(trained("random").test, trained("random-3-batched").test)
+
+
+def test_baydin_never_sees_validation_data() -> None:
+    other = Data(DATA.train, (DATA.valid[0] + 1, DATA.valid[1] * 2), DATA.test, DATA.target_scale)
+    seen = [train(PROTOCOL, METHODS["baydin"], data, replicas=3, steps=20).test for data in (DATA, other)]
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", IN_THE_PAPER)
+def test_the_paper_has_numbers_for_its_methods(name: str) -> None:
+    for dataset in ("uci-energy", "kin8nm", "uci-power"):
+        assert published("AverageResults_UCI", dataset, METHODS[name].title) is not None
+
+
+def test_nine_methods_are_in_the_paper() -> None:
+    assert len(IN_THE_PAPER) == 9
+    assert published("AverageResults_UCI", "uci-energy", "one-pass") is None
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_protocol_fits_its_data(name: str, request: pytest.FixtureRequest) -> None:
+    folder = None if name in ("digits", "diabetes") else request.getfixturevalue("real_data")
+    data, protocol = load(name, data_dir=folder), PROTOCOLS[name]
+    found = train(protocol, METHODS["one-pass"], data, replicas=2, steps=2)
+    assert found.test.isfinite().all()
+    assert name in DATASETS and protocol.steps % 10 == 0
+
+
+def test_uci_networks_have_fifty_hidden_units() -> None:
+    model = PROTOCOL.make_model(DATA)
+    assert isinstance(model, nn.Sequential)
+    assert [layer.out_features for layer in model if isinstance(layer, nn.Linear)] == [50, 1]
+
+
+def test_test_losses_are_in_the_target_s_own_units() -> None:
+    """A network that says 0 has the variance of the target around the mean of training and validation."""
+    zero = Method("zero", "", {"tune": (), "bounds": {}})
+    protocol = PROTOCOLS["diabetes"]
+    still = train(
+        type(protocol)(lambda data: Zero(), squared_error, "test MSE", 10, 2, start={"lr": 1e-30}),
+        zero,
+        DATA,
+        replicas=2,
+        steps=10,
+    )
+    own_units = DATA.test[1].double() * DATA.target_scale
+    assert still.test.tolist() == pytest.approx([float((own_units**2).mean())] * 2, rel=1e-5)
+
+
+class Zero(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
