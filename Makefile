@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 .PHONY: help demo test format bench clean
 
 help:
-	@echo "make demo   tune a learning rate 1000 times too small on a bundled data set (under a minute)"
+	@echo "make demo   random starts on two bundled data sets, plain and tuned, with a report (about a minute)"
 	@echo "make test   lint, types and tests"
 	@echo "make format rewrite the code in house style"
 	@echo "make bench  time and memory of tuned training against plain training"
 
 demo: $(VENV)/ready
-	$(BIN)/python examples/digits.py
+	$(BIN)/onepass demo
 
 test: $(VENV)/ready
 	$(BIN)/ruff check .

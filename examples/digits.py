@@ -1,4 +1,4 @@
-"""A learning rate 1000 times too small, repaired while the network trains. This is what `make demo` runs.
+"""A learning rate 1000 times too small, repaired while the network trains.
 
 Two copies of one small network see the same batches of handwritten digits. Both start from the same bad learning rate;
 one keeps it, the other has a tuner.

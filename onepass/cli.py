@@ -88,14 +88,19 @@ def parser() -> argparse.ArgumentParser:
     )
     _settings(one)
 
-    one = _command(commands, "report", write_report, "An HTML page of all results in a folder; takes seconds.")
+    one = _command(
+        commands,
+        "report",
+        write_report,
+        "An HTML page of all results in a folder; takes seconds, or half a minute for all eight UCI sets.",
+    )
     one.add_argument("out", type=Path, metavar="DIR", help="what was given to --out")
     return top
 
 
 COSTS = (
-    "200 starts x 4000 steps of a UCI set take 2 to 15 s a method on one H200, and 1 to 15 minutes on 2 CPU cores; "
-    "they can be killed and go on with the same command."
+    "200 starts x 4000 steps of a UCI set take 2 to 20 s a method on one H200, and 1 to 25 minutes on 2 CPU cores, of "
+    "which --backend compiled saves half; all can be killed and go on with the same command."
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from onepass.experiments.datasets import DATASETS
 from onepass.experiments.protocol import PROTOCOLS, STARTS
-from onepass.experiments.runs import Cell, Request, compute
+from onepass.experiments.runs import Cell, Request, compute, finished
 from onepass.experiments.tables import number
 
 ABOUT = (
@@ -32,8 +32,9 @@ def run(out: Path, replicas: int) -> list[Cell]:
     found = []
     for dataset in DEMO_SETS:
         for method in DEMO_METHODS:
-            print(f"{DATASETS[dataset].title}, {method}", file=sys.stderr)
             request = Request(dataset, method, replicas, PROTOCOLS[dataset].steps)
+            known = f" (finished before, in {out})" if finished(request, out) else ""
+            print(f"{DATASETS[dataset].title}, {method}{known}", file=sys.stderr)
             found.append(compute(request, out, progress=True))
     console.print(_table(found))
     picture = figures.save(figures.figure_of("demo", found), out / "demo")[0]
@@ -46,13 +47,15 @@ def _table(cells: Sequence[Cell]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("", "", "median", "mean", "worst", "diverged", "time", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("", "", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("median", "mean", "worst", "diverged", "time"):
+        table.add_column(name, justify="right")
     for plain, tuned in zip(cells[::2], cells[1::2], strict=True):
         for cell, label in ((plain, "plain"), (tuned, "one-pass")):
             found = cell.summary
             losses = [number(value) for value in (found.median, found.mean, found.worst)]
             ratio = "1" if cell is plain else f"x {tuned.seconds / plain.seconds:.1f}"
-            title = f"{DATASETS[plain.request.dataset].title}, {cell.metric}" if cell is plain else ""
+            title = DATASETS[plain.request.dataset].title if cell is plain else f"[not bold]{cell.metric}[/]"
             style = "" if cell is plain else "bold"
             table.add_row(title, label, *losses, f"{found.diverged} of {found.starts}", ratio, style=style)
     return table

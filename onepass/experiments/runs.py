@@ -89,7 +89,7 @@ class Cell:
             "metric": self.metric,
             **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
             "seconds": self.seconds,
-            "values": [_plain(value) for value in self.values],
+            "values": [_plain(float(f"{value:.7g}")) for value in self.values],  # all that float32 has
         }
 
 
