@@ -71,20 +71,31 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "dataset", type=_known("data set", PROTOCOLS), metavar="DATASET", help="a name from `onepass list`"
     )
-    one.add_argument("method", type=_known("method", METHODS), metavar="METHOD", help="likewise")
+    one.add_argument("method", type=_known("method", METHODS), metavar="METHOD", help="see `onepass list`")
     one.add_argument("--out", type=Path, help="keep the result here, and go on from here if killed")
     _settings(one)
 
     one = _command(commands, "reproduce", reproduce, "Tables and figures of the paper. " + COSTS)
     one.add_argument(
-        "artefacts", nargs="+", type=_known("artefact", artefacts.ARTEFACTS), metavar="ARTEFACT", help="likewise"
+        "artefacts",
+        nargs="+",
+        type=_known("artefact", artefacts.ARTEFACTS),
+        metavar="ARTEFACT",
+        help="such as uci; see `onepass list`",
     )
     one.add_argument(
-        "--datasets", nargs="+", type=_known("data set", {**PROTOCOLS, "all": None}), help="or `all` for all eight"
+        "--datasets",
+        nargs="+",
+        type=_known("data set", {**PROTOCOLS, "all": None}),
+        metavar="DATASET",
+        help="instead of the paper's three; `all` for all eight",
     )
-    one.add_argument("--methods", nargs="+", type=_known("method", METHODS), help="only these")
+    one.add_argument("--methods", nargs="+", type=_known("method", METHODS), metavar="METHOD", help="only these")
     one.add_argument(
-        "--out", type=Path, default=Path("out/paper"), help="results; finished ones are not repeated (%(default)s)"
+        "--out",
+        type=Path,
+        default=Path("out/paper"),
+        help="folder of results; what it has is not repeated (%(default)s)",
     )
     _settings(one)
 
@@ -117,7 +128,10 @@ def _settings(one: argparse.ArgumentParser) -> None:
     one.add_argument("--split", type=int, help="a clean numbered split, 0 to 19, instead of the paper's rows")
     one.add_argument("--device", type=_device, default=None, help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     one.add_argument(
-        "--backend", type=_known("backend", ("auto", *BACKENDS)), default="auto", help="how steps are computed"
+        "--backend",
+        type=_known("backend", ("auto", *BACKENDS)),
+        default="auto",
+        help="how steps are computed: auto, compiled, eager, traced, graphs",
     )
     one.add_argument("--data-dir", type=Path, help="where data sets are (else $ONEPASS_DATA, then ~/.cache/onepass)")
     one.add_argument("--json", action="store_true", help="machine-readable results on stdout, and nothing else there")
