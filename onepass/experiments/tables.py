@@ -108,7 +108,7 @@ def number(value: float, se: float = math.nan) -> str:
     """
     if not math.isfinite(value):
         return "–"
-    if not se > 0:
+    if not se > 1e-9 * abs(value):  # of a single start there is none, but for rounding
         digits = 2 - math.floor(math.log10(abs(value))) if value else 0
         return f"{round(value, digits):.{max(0, digits)}f}"
     digits = -math.floor(math.log10(se))
