@@ -18,6 +18,7 @@ class PopulationHistory:
 
     Attributes:
         steps: weight steps taken at each record.
+        measured_steps: weight steps at which the metrics of ``measured`` were taken.
         returns: how often the guard took each replica back.
         skipped: how many hyper steps left a replica's values alone because something was not finite.
     """
@@ -25,6 +26,8 @@ class PopulationHistory:
     def __init__(self, start: Named, replicas: int) -> None:
         self.start = {name: value.cpu() for name, value in start.items()}
         self.steps: list[int] = []
+        self.measured_steps: list[int] = []
+        self._measured: list[Named] = []
         self._records: list[Record] = []
         self._every, self._seen = 1, 0
         self._returns: Tensor = torch.zeros(replicas, dtype=torch.int64)
@@ -42,10 +45,10 @@ class PopulationHistory:
             self.steps, self._records, self._every = self.steps[1::2], self._records[1::2], 2 * self._every
             self._seen = 1  # the last record was kept: the next is due after a whole gap
 
-    @property
-    def keeps_next(self) -> bool:
-        """Whether the next record is one of those that stay."""
-        return self._seen % self._every == 0
+    def measure(self, step: int, found: Named) -> None:
+        """Beside the records, and never thinned: whoever asks for metrics says how often."""
+        self.measured_steps.append(step)
+        self._measured.append(found)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -78,10 +81,10 @@ class PopulationHistory:
 
     @property
     def measured(self) -> Named:
-        """Name -> ``(records, replicas)``, what ``run(..., measure=...)`` asked for; NaN where it did not."""
-        names = dict.fromkeys(name for record in self._records for name in record.measured)
+        """Name -> ``(measured_steps, replicas)``, what ``run(..., measure=...)`` asked for; NaN where it did not."""
+        names = dict.fromkeys(name for found in self._measured for name in found)
         none = torch.full((len(self._returns),), torch.nan)
-        return {n: torch.stack([r.measured.get(n, none).cpu() for r in self._records]) for n in names}
+        return {n: torch.stack([found.get(n, none).cpu() for found in self._measured]) for n in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for ``json.dumps``."""
@@ -91,6 +94,7 @@ class PopulationHistory:
             "valid_loss": self.valid_loss.tolist(),
             "values": {name: value.tolist() for name, value in self.values.items()},
             "hypergradients": {name: value.tolist() for name, value in self.hypergradients.items()},
+            "measured_steps": self.measured_steps,
             "measured": {name: value.tolist() for name, value in self.measured.items()},
             "returns": self.returns.tolist(),
             "skipped": self.skipped.tolist(),
@@ -101,6 +105,7 @@ class PopulationHistory:
             "start": self.start,
             "steps": self.steps,
             "records": [{k: _to_cpu(v) for k, v in record._asdict().items()} for record in self._records],
+            "measured": [self.measured_steps, [_to_cpu(found) for found in self._measured]],
             "every": [self._every, self._seen],
             "returns": self.returns,
             "skipped": self.skipped,
@@ -109,6 +114,7 @@ class PopulationHistory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start, self.steps = state["start"], list(state["steps"])
         self._records = [Record(**record) for record in state["records"]]
+        self.measured_steps, self._measured = (list(part) for part in state["measured"])
         self._every, self._seen = state["every"]
         self._returns, self._skipped = state["returns"], state["skipped"]
 

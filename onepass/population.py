@@ -151,7 +151,6 @@ class Population:
         self._block, self._size, self._backend = block, block or replicas, backend
         self._earlier: list[Taken] = []
         self._feeds: Feeds | None = None
-        self._measures: dict[str, tuple[LossFunction, Any]] = {}
         self._made: tuple[str, Backend] | None = None
         self._made_by = made_by(self._method, state, replicas=replicas, seed=seed, restart=restart)
         starts = {**state.fixed, **{name: state.limits[name].start for name in state.raw}}
@@ -165,6 +164,7 @@ class Population:
         *,
         steps: int,
         measure: Mapping[str, tuple[LossFunction, Any]] | None = None,
+        measure_every: int | None = None,
         progress: bool = False,
         checkpoint: str | Path | None = None,
         every: int | None = None,
@@ -175,20 +175,22 @@ class Population:
             train, valid: iterables of batches, cycled: a list, a DataLoader, ``onepass.Minibatches``. All replicas see
                 the same batches, unless ``Minibatches`` says otherwise. ``valid`` may be left out if nothing is tuned.
             measure: name -> a metric and one batch to follow, as ``evaluate`` would, in ``history.measured``.
+            measure_every: weight steps between two looks at them, up to the next end of an interval; by default one.
             progress: show a progress bar on stderr.
             checkpoint: a file to go on from if it is there, and to save to.
             every: weight steps between two savings; by default a tenth of ``steps``.
         """
         _check_count("steps", steps)
-        if every is not None:
-            _check_count("every", every)
+        for name, number in (("every", every), ("measure_every", measure_every)):
+            if number is not None:
+                _check_count(name, number)
         begin, end = self.steps, self.steps + steps
         self._feeds = feeds = self._checked_feeds(train, valid)
-        self._measures = {name: (metric, self._own_batch(batch)) for name, (metric, batch) in (measure or {}).items()}
+        metrics = {name: (metric, self._own_batch(batch)) for name, (metric, batch) in (measure or {}).items()}
         taken, valid_batch = self._prepare()
         origin = self._origin(taken, valid_batch) if checkpoint is not None else {}
         blocks = self._resume(checkpoint, origin, begin, end) or self._begin(taken, valid_batch, end)
-        saved, pause = self.steps, every or -(-steps // 10)
+        saved, pause, pause_of_metrics = self.steps, every or -(-steps // 10), measure_every or self._method.interval
         bar = Progress(self.steps, end) if progress else None
         # Beside the window of exact hypergradients, which grows, warm memory would be full of holes.
         warm = self._device.type == "cpu" and self._method.unroll is None
@@ -196,7 +198,10 @@ class Population:
         try:
             with kept_warm() if warm else nullcontext(), workers(threads) as each:
                 while self.steps < end:
+                    before = self.steps
                     blocks, record = self._advance(blocks, end, each)
+                    if measure and (before // pause_of_metrics < self.steps // pause_of_metrics or self.steps == end):
+                        self.history.measure(self.steps, self._measured(blocks, metrics))
                     if checkpoint is not None and (self.steps - saved >= pause or self.steps == end):
                         self._save(checkpoint, origin, begin, blocks)
                         saved = self.steps
@@ -343,8 +348,6 @@ class Population:
         for block, (state, _) in zip(blocks, found, strict=True):
             block.state = state
         self.steps += count
-        if self._measures and self.history.keeps_next:
-            record = record._replace(measured=self._measured(blocks))
         self.history.append(self.steps, record)
         if method.unroll is not None:
             self._earlier = [*self._earlier, *batches][-method.unroll :]
@@ -353,14 +356,14 @@ class Population:
             blocks = [part for block in blocks for part in block.without_lost()]
         return blocks, record
 
-    def _measured(self, blocks: list[Block]) -> Named:
+    def _measured(self, blocks: list[Block], metrics: Mapping[str, tuple[LossFunction, Any]]) -> Named:
         def of(metric: LossFunction, now: Weights, batch: Any) -> Tensor:
             lost = ~now.weights.isfinite().all(1)
             return self._metric(metric, now, batch).double().masked_fill(lost, torch.nan)
 
         return {
             name: merged(blocks, [of(metric, block.state.now, batch) for block in blocks])
-            for name, (metric, batch) in self._measures.items()
+            for name, (metric, batch) in metrics.items()
         }
 
     def _chosen_backend(self, begin: int, end: int) -> Backend:

@@ -68,8 +68,7 @@ class State(NamedTuple):
 class Record(NamedTuple):
     """What one interval did, one entry a replica: a median where every weight has a value of its own.
 
-    ``hypergradients`` in raw space; ``returned``: times the guard went back; ``skipped``: not finite, so not used;
-    ``measured``: whatever else was asked for.
+    ``hypergradients`` in raw space; ``returned``: times the guard went back; ``skipped``: not finite, so not used.
     """
 
     valid_loss: Tensor
@@ -77,7 +76,6 @@ class Record(NamedTuple):
     hypergradients: Named
     returned: Tensor
     skipped: Tensor
-    measured: Named = {}  # noqa: RUF012 (never changed)
 
 
 def mapped(function: Callable[..., Any], *nests: Any) -> Any:

@@ -284,10 +284,20 @@ def test_measured_along_the_way() -> None:
     assert found.history.measured["test"].shape == (2, 3)
     assert torch.equal(found.history.measured["test"][-1], found.evaluate(mse, VALID))
     found.run([TRAIN], [VALID], steps=10)  # not asked for
+    assert found.history.measured_steps == [10, 20]
+    found.run([TRAIN], [VALID], steps=10, measure={"other": (mse, VALID)})
     assert found.history.measured["test"][-1].isnan().all()
     copy = population().history
     copy.load_state_dict(found.history.state_dict())
     assert torch.equal(copy.measured["test"][:2], found.history.measured["test"][:2])
+
+
+@pytest.mark.parametrize(("every", "at"), [(None, [10, 20, 30, 40, 45]), (20, [20, 40, 45]), (15, [20, 30, 45])])
+def test_measured_now_and_then(every: int | None, at: list[int]) -> None:
+    """At the first end of an interval after so many steps, and at the end of the run."""
+    found = population()
+    found.run([TRAIN], [VALID], steps=45, measure={"test": (mse, VALID)}, measure_every=every)
+    assert found.history.measured_steps == at
 
 
 def test_measured_in_blocks_and_of_the_lost() -> None:

@@ -140,6 +140,7 @@ def train(
         None if tuning is None else _batches(protocol, tuning),
         steps=steps,
         measure={"test": (protocol.loss, data.test)},
+        measure_every=max(1, steps // CURVE_POINTS),
         progress=progress,
         checkpoint=checkpoint,
     )
@@ -163,15 +164,17 @@ def _batches(protocol: Protocol, rows: tuple[Tensor, ...]) -> Any:
 
 def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:
     history, scale = population.history, data.target_scale**2
-    kept = torch.linspace(0, len(history) - 1, min(CURVE_POINTS, len(history))).round().long()
+    at = torch.searchsorted(torch.tensor(history.steps), torch.tensor(history.measured_steps)).clamp(
+        max=len(history) - 1
+    )
     ends = {name: value if value.dim() == 1 else value.median(1).values for name, value in population.values().items()}
     return Outcome(
         test=population.evaluate(protocol.loss, data.test).double() * scale,
         valid=population.evaluate(protocol.loss, data.valid).double() * scale,
         start=history.start,
         end=ends,
-        curve_steps=[history.steps[i] for i in kept.tolist()],
-        curve_test=history.measured["test"][kept] * scale,
-        curve_values={name: value[kept] for name, value in history.values.items()},
+        curve_steps=history.measured_steps,
+        curve_test=history.measured["test"] * scale,
+        curve_values={name: value[at] for name, value in history.values.items()},  # those of the nearest record
         returns=history.returns,
     )
