@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ def save(path: str | Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
     try:
+        whole = io.BytesIO()
+        torch.save(state, whole)  # not to the file: torch hides why a file cannot be written, a full disk say
         with open(beside, "wb") as file:
-            torch.save(state, file)
+            file.write(whole.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

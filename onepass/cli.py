@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
+import os
 import sys
 import tempfile
 import time
@@ -20,8 +22,8 @@ try:
     from onepass.experiments import artefacts, demo, tables
     from onepass.experiments.datasets import DATASETS
     from onepass.experiments.methods import METHODS
-    from onepass.experiments.protocol import PROTOCOLS
-    from onepass.experiments.runs import Cell, Request, UsageError, compute, finished
+    from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
+    from onepass.experiments.runs import Cell, Request, UsageError, cells, compute, finished
     from onepass.experiments.sources import DataError
 except ModuleNotFoundError as missing:
     sys.exit(f"onepass: the command line needs {missing.name}: pip install 'onepass[experiments]'")
@@ -31,11 +33,20 @@ HELP = "Tunes hyperparameters while a model trains, and reproduces the paper it 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 2: a user's mistake, told in one line; 130: interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± is no reason to lose a result
     args = parser().parse_args(arguments)
     try:
         args.command(args)
+        sys.stdout.flush()
     except (UsageError, DataError, MemoryError) as error:
         return _failed(str(error))
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a full disk, say
+        return _failed(f"cannot write or read {error.filename or 'a file'}: {error.strerror or error}")
     except KeyboardInterrupt:
         kept = getattr(args, "out", None)
         go_on = f"; what is finished stays in {kept}, and the same command goes on from there" if kept else ""
@@ -62,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     one = _command(commands, "demo", show_demo, demo.ABOUT)
-    one.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the report (default %(default)s)")
+    one.add_argument("--out", type=_folder, default=Path("out/demo"), help="folder of the report (default %(default)s)")
     one.add_argument("--replicas", type=_count, default=32, help="random starts (default %(default)s)")
 
     _command(commands, "list", show_list, "Data sets, methods and artefacts by name.")
@@ -72,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "dataset", type=_known("data set", PROTOCOLS), metavar="DATASET", help="a name from `onepass list`"
     )
     one.add_argument("method", type=_known("method", METHODS), metavar="METHOD", help="see `onepass list`")
-    one.add_argument("--out", type=Path, help="keep the result here, and go on from here if killed")
+    one.add_argument("--out", type=_folder, help="keep the result here, and go on from here if killed")
     _settings(one)
 
     one = _command(commands, "reproduce", reproduce, "Tables and figures of the paper. " + COSTS)
@@ -133,7 +144,9 @@ def _settings(one: argparse.ArgumentParser) -> None:
         default="auto",
         help="how steps are computed: auto, compiled, eager, traced, graphs",
     )
-    one.add_argument("--data-dir", type=Path, help="where data sets are (else $ONEPASS_DATA, then ~/.cache/onepass)")
+    one.add_argument(
+        "--data-dir", type=_existing, help="where data sets are (else $ONEPASS_DATA, then ~/.cache/onepass)"
+    )
     one.add_argument("--json", action="store_true", help="machine-readable results on stdout, and nothing else there")
     one.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -151,6 +164,18 @@ def _known(what: str, table: Iterable[str]) -> Callable[[str], str]:
         raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; {hint}")
 
     return check
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be the name of a folder, but is empty")
+    return Path(text)
+
+
+def _existing(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder that is there, but got {text!r}")
+    return Path(text)
 
 
 def _count(text: str) -> int:
@@ -180,7 +205,7 @@ def show_demo(args: argparse.Namespace) -> None:
 
 def show_list(args: argparse.Namespace) -> None:
     parts = {
-        "Data sets": {name: f"{DATASETS[name].title}: {DATASETS[name].note}" for name in PROTOCOLS},
+        "Data sets": {name: f"{title_of(name)}: {data_of(name).note}" for name in PROTOCOLS},
         "Methods": {name: f"{row.label}: {row.about}" for name, row in METHODS.items()},
         "Artefacts": {name: artefact.about for name, artefact in artefacts.ARTEFACTS.items()},
     }
@@ -221,12 +246,25 @@ def reproduce(args: argparse.Namespace) -> None:
         tables.show(tables.results([done[request] for request in wanted["uci"]]))
     try:
         for name, requests in wanted.items():
-            for path in artefacts.ARTEFACTS[name].make([done[request] for request in requests], out / name):
+            for path in artefacts.ARTEFACTS[name].make(_comparable(args, name, requests), out / name):
                 say(f"wrote {path}")
         say(f"wrote {_report(out)}")
     except ModuleNotFoundError as missing:  # on a cluster, say; the results are safe
         say(f"no {missing.name} for pictures: pip install 'onepass[experiments]', then onepass report {out}")
     say(f"{time.perf_counter() - began:.0f} s in all")
+
+
+def _comparable(args: argparse.Namespace, name: str, requests: list[Request]) -> list[Cell]:
+    """What was asked for, and what was finished before with the same settings: a file must not lose rows."""
+    artefact = artefacts.ARTEFACTS[name]
+    datasets = {*artefact.every, *(request.dataset for request in requests)}
+    return [
+        cell
+        for cell in cells(args.out)
+        if cell.request.dataset in datasets
+        and cell.request.method in artefact.methods
+        and cell.request == _request(args, cell.request.dataset, cell.request.method)
+    ]
 
 
 def write_report(args: argparse.Namespace) -> None:
@@ -243,17 +281,25 @@ def _requests(args: argparse.Namespace, artefact: artefacts.Artefact) -> list[Re
     asked = args.datasets or artefact.datasets
     datasets = artefact.every if "all" in asked else asked
     methods = [name for name in METHODS if name in (args.methods or artefact.methods) and name in artefact.methods]
+    if not methods:
+        raise UsageError(
+            f"none of {', '.join(args.methods)} is for {artefact.about}; it has {', '.join(artefact.methods)}"
+        )
     return [_request(args, dataset, method) for dataset in PROTOCOLS if dataset in datasets for method in methods]
 
 
 def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
     protocol = PROTOCOLS[dataset]
-    splits = DATASETS[dataset].splits
+    splits = data_of(dataset).splits
     if args.split is not None and args.split not in range(splits):
-        raise UsageError(f"--split must be below {splits}, the clean splits of {dataset}, but got {args.split}")
-    return Request(
-        dataset, method, args.replicas or protocol.replicas, args.steps or protocol.steps, args.seed, args.split
-    )
+        known = (
+            f"--split must be from 0 to {splits - 1} for {dataset}" if splits else f"{dataset} has no numbered splits"
+        )
+        raise UsageError(f"{known}, but got {args.split}")
+    replicas, fewest = args.replicas or protocol.replicas, METHODS[method].best_of
+    if replicas < fewest:
+        raise UsageError(f"{method} keeps one of {fewest} starts: --replicas must be at least that, but got {replicas}")
+    return Request(dataset, method, replicas, args.steps or protocol.steps, args.seed, args.split)
 
 
 def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
@@ -262,7 +308,10 @@ def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
 
 
 def _chosen(args: argparse.Namespace) -> str:
-    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.backend == "graphs" and device == "cpu":
+        raise UsageError("--backend graphs needs a CUDA device, but this runs on the CPU; use traced or compiled")
+    return device
 
 
 def _writable(out: Path) -> Path:

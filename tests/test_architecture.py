@@ -38,6 +38,7 @@ LAYERS = [
     {"__init__"},
     {"experiments"},
     {"cli"},
+    {"__main__"},
 ]
 EXPERIMENTS = {path.stem: path for path in (PACKAGE / "experiments").glob("*.py")}
 

@@ -44,7 +44,7 @@ class Artefact:
 def table_files(cells: Sequence[Cell], path: Path) -> list[Path]:
     found = tables.results(cells)
     written = {
-        ".md": "\n".join(map(tables.to_markdown, found)) + f"\n{tables.LEGEND}\n",
+        ".md": "\n".join(map(tables.to_markdown, found)) + f"\n{tables.legend(found)}\n",
         ".tex": "\n".join(map(tables.to_latex, found)),
         ".html": "\n".join(map(tables.to_html, found)),
     }

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.experiments.datasets import DATASETS
-from onepass.experiments.protocol import PROTOCOLS, STARTS
+from onepass.experiments.protocol import PROTOCOLS, STARTS, title_of
 from onepass.experiments.runs import Cell, Request, compute, finished
 from onepass.experiments.tables import number
 
@@ -34,7 +33,7 @@ def run(out: Path, replicas: int) -> list[Cell]:
         for method in DEMO_METHODS:
             request = Request(dataset, method, replicas, PROTOCOLS[dataset].steps)
             known = f" (finished before, in {out})" if finished(request, out) else ""
-            print(f"{DATASETS[dataset].title}, {method}{known}", file=sys.stderr)
+            print(f"{title_of(dataset)}, {method}{known}", file=sys.stderr)
             found.append(compute(request, out, progress=True))
     console.print(_table(found))
     picture = figures.save(figures.figure_of("demo", found), out / "demo")[0]
@@ -55,7 +54,7 @@ def _table(cells: Sequence[Cell]) -> Any:
             found = cell.summary
             losses = [number(value) for value in (found.median, found.mean, found.worst)]
             ratio = "1" if cell is plain else f"x {tuned.seconds / plain.seconds:.1f}"
-            title = DATASETS[plain.request.dataset].title if cell is plain else f"[not bold]{cell.metric}[/]"
+            title = title_of(plain.request.dataset) if cell is plain else f"[not bold]{cell.metric}[/]"
             style = "" if cell is plain else "bold"
             table.add_row(title, label, *losses, f"{found.diverged} of {found.starts}", ratio, style=style)
     return table

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure, FigureBase, SubFigure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from onepass.experiments.datasets import DATASETS
 from onepass.experiments.methods import METHODS
 from onepass.experiments.panels import (
     NAMES,
@@ -37,6 +36,7 @@ from onepass.experiments.panels import (
     ticks,
     valley,
 )
+from onepass.experiments.protocol import title_of
 from onepass.experiments.runs import Cell, UsageError
 from onepass.experiments.statistics import Array
 
@@ -93,7 +93,7 @@ def _panel_a_dataset(of: Callable[[Cell], Any], draw: Callable[[Axes, Any, str],
     figure = Figure(figsize=(max(3.6 * columns, 6), 3.0 * rows + 0.9), layout="constrained")
     for axes, (dataset, cells) in zip(_panels(figure, rows, columns, len(groups)), groups.items(), strict=True):
         draw(axes, {method: of(cell) for method, cell in cells.items()}, loss_label(dataset))
-        axes.set_title(DATASETS[dataset].title)
+        axes.set_title(title_of(dataset))
     methods = [method for method in METHODS if any(method in cells for cells in groups.values())]
     handles = [Line2D([], [], label=METHODS[method].label, **style_of(method)) for method in methods]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(columns, 2) + 1, frameon=False)
@@ -168,7 +168,7 @@ def _colours(losses: Sequence[Array]) -> ScalarMappable:
 
 
 def _colour_bar(block: SubFigure, colours: ScalarMappable, panels: list[Axes], dataset: str) -> None:
-    block.suptitle(DATASETS[dataset].title, fontweight="bold")
+    block.suptitle(title_of(dataset), fontweight="bold")
     locator, formatter = ticks(*colours.get_clim())
     label = f"final {loss_label(dataset)}"
     bar = block.colorbar(colours, ax=panels, label=label, extend="max", ticks=locator, format=formatter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.batches import Minibatches
-from onepass.experiments.datasets import Data
+from onepass.experiments.datasets import DATASETS, Data, Dataset
 from onepass.experiments.methods import Method
 from onepass.experiments.models import mlp
 from onepass.population import Population
@@ -35,6 +36,12 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The share that is classified wrongly."""
+    wrong: Tensor = model(batch[0]).argmax(-1) != batch[1]
+    return wrong.double().mean()
+
+
 @dataclass(frozen=True)
 class Protocol:
     """What is trained on a data set.
@@ -45,6 +52,11 @@ class Protocol:
         batch: rows of a mini-batch, every start in an order of its own; ``None`` for all rows in every step.
         shown_times: tables show the metric times this number, as the paper does for Kin8nm.
         start: where hyperparameters are drawn from.
+        data: the data set, if its name is not the protocol's own.
+        title: likewise.
+        others: further metrics of the test set, by name.
+        lost_above: a larger final loss counts as diverged.
+        published: metric -> the table of the paper that has its numbers.
     """
 
     make_model: Callable[[Data], nn.Module]
@@ -55,20 +67,30 @@ class Protocol:
     batch: int | None = None
     shown_times: int = 1
     start: Mapping[str, Any] = field(default_factory=lambda: STARTS)
+    data: str | None = None
+    title: str | None = None
+    others: Mapping[str, Callable[[nn.Module, Any], Tensor]] = field(default_factory=dict)
+    lost_above: float = math.inf
+    published: Mapping[str, str] = field(default_factory=dict)
 
 
 def regression(**options: Any) -> Protocol:
     def model(data: Data) -> nn.Module:
         return mlp(data.train[0].shape[1], 50, 1)
 
-    return Protocol(model, squared_error, "test MSE", **{"steps": 4000, "replicas": 200, **options})
+    settings = {"steps": 4000, "replicas": 200, "published": {"test MSE": "AverageResults_UCI"}, **options}
+    return Protocol(model, squared_error, "test MSE", **settings)
 
 
-def classification(**options: Any) -> Protocol:
+def classification(*, batch_norm: bool = False, **options: Any) -> Protocol:
     def model(data: Data) -> nn.Module:
-        return mlp(data.train[0].shape[1], 50, int(data.train[1].max()) + 1)
+        return mlp(data.train[0].shape[1], 50, int(data.train[1].max()) + 1, batch_norm=batch_norm)
 
-    return Protocol(model, cross_entropy, "test cross-entropy", **options)
+    return Protocol(model, cross_entropy, "test cross-entropy", **{"others": {"test error": error}, **options})
+
+
+def fashion_mnist(**options: Any) -> Protocol:
+    return classification(data="fashion-mnist", steps=10_000, replicas=100, batch=50, lost_above=1e3, **options)
 
 
 PROTOCOLS: dict[str, Protocol] = {
@@ -80,9 +102,25 @@ PROTOCOLS: dict[str, Protocol] = {
     "uci-power": regression(),
     "uci-wine": regression(),
     "uci-yacht": regression(),
+    "fashion-mnist": fashion_mnist(
+        published={"test cross-entropy": "AverageResults_LargeScale", "test error": "AverageErrors_LargeScale"}
+    ),
+    "fashion-mnist-batchnorm": fashion_mnist(
+        batch_norm=True,
+        title="Fashion-MNIST with batch norm",
+        published={"test cross-entropy": "AverageResults_Fashion-MNIST"},
+    ),
     "digits": classification(steps=1500, replicas=32, batch=50),
     "diabetes": regression(steps=1000, replicas=32),
 }
+
+
+def title_of(name: str) -> str:
+    return PROTOCOLS[name].title or data_of(name).title
+
+
+def data_of(name: str) -> Dataset:
+    return DATASETS[PROTOCOLS[name].data or name]
 
 
 class Outcome(NamedTuple):
@@ -90,6 +128,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         test, valid: after the last step, one a start.
+        others: likewise, further metrics of the test set.
         start, end: name -> one value a start; the median where every weight has its own.
         curve_steps: weight steps at which the following were looked at.
         curve_test: ``(points, starts)``.
@@ -100,6 +139,7 @@ class Outcome(NamedTuple):
 
     test: Tensor
     valid: Tensor
+    others: dict[str, Tensor]
     start: dict[str, Tensor]
     end: dict[str, Tensor]
     curve_steps: list[int]
@@ -167,10 +207,13 @@ def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:
     at = torch.searchsorted(torch.tensor(history.steps), torch.tensor(history.measured_steps)).clamp(
         max=len(history) - 1
     )
+    test = population.evaluate(protocol.loss, data.test).double() * scale
+    lost = test > protocol.lost_above
     ends = {name: value if value.dim() == 1 else value.median(1).values for name, value in population.values().items()}
     return Outcome(
-        test=population.evaluate(protocol.loss, data.test).double() * scale,
+        test=test.masked_fill(lost, math.nan),
         valid=population.evaluate(protocol.loss, data.valid).double() * scale,
+        others={n: population.evaluate(m, data.test).masked_fill(lost, math.nan) for n, m in protocol.others.items()},
         start=history.start,
         end=ends,
         curve_steps=history.measured_steps,

@@ -13,15 +13,15 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from onepass.experiments import figures, tables
-from onepass.experiments.datasets import DATASETS
 from onepass.experiments.methods import METHODS
 from onepass.experiments.panels import SAMPLE
+from onepass.experiments.protocol import title_of
 from onepass.experiments.runs import Cell, UsageError, cells
 from onepass.version import __version__
 
 LARGEST_SVG = 1_000_000  # bytes; a PNG where there would be more
 
-ABOUT = "What came of many random starts, trained plainly and tuned while they trained, beside the paper's numbers."
+ABOUT = "What came of many random starts, trained plainly and tuned while they trained."
 PAPER = (
     "Clarke, Oldewage, Hernández-Lobato: Scalable One-Pass Optimisation of High-Dimensional Weight-Update "
     "Hyperparameters by Implicit Differentiation. ICLR 2022, arXiv:2110.10461"
@@ -105,7 +105,7 @@ def write(out: Path, target: Path | None = None) -> Path:
 
 
 def page(found: Sequence[Cell], out: Path) -> str:
-    title = f"onepass: {_listed(DATASETS[cell.request.dataset].title for cell in found)}"
+    title = f"onepass: {_listed(title_of(cell.request.dataset) for cell in found)}"
     parts = [
         f'<header><h1>One-pass tuning: results</h1><p class="soft">{ABOUT}</p></header>',
         "<main>",
@@ -134,9 +134,13 @@ def _settings(found: Sequence[Cell]) -> str:
     versions = (f"{name} {version}" for cell in found for name, version in cell.versions.items())
     splits = ("default" if cell.request.split is None else f"number {cell.request.split}" for cell in found)
     resumed = sum(cell.resumed for cell in found)
-    partly = f"; {resumed} (*) went on after an interruption, and only the last part is counted" if resumed else ""
+    partly = (
+        f"; {resumed} of them (* below) went on after an interruption, and only the last part is counted"
+        if resumed
+        else ""
+    )
     lines = {
-        "Data sets": _listed(DATASETS[cell.request.dataset].title for cell in found),
+        "Data sets": _listed(title_of(cell.request.dataset) for cell in found),
         "Methods": _listed(METHODS[cell.request.method].label for cell in found),
         "Random starts": _listed(str(cell.request.replicas) for cell in found),
         "Weight steps": _listed(str(cell.request.steps) for cell in found),
@@ -150,8 +154,9 @@ def _settings(found: Sequence[Cell]) -> str:
 
 
 def _results(found: Sequence[Cell]) -> str:
-    written = (f'<div class="scroll">{tables.to_html(table)}</div>' for table in tables.results(found))
-    return "".join(written) + f'<p class="soft">{escape(tables.LEGEND)}.</p>'
+    every = tables.results(found)
+    written = (f'<div class="scroll">{tables.to_html(table)}</div>' for table in every)
+    return "".join(written) + f'<p class="soft">{escape(tables.legend(every))}</p>'
 
 
 def _figures(found: Sequence[Cell]) -> Iterable[str]:
@@ -161,7 +166,7 @@ def _figures(found: Sequence[Cell]) -> Iterable[str]:
         except UsageError:  # nothing here that it could show
             continue
         narrow = ' class="narrow"' if figure.get_figwidth() <= 6 else ""
-        alt = f"{heading}: {_listed(DATASETS[cell.request.dataset].title for cell in found)}"
+        alt = f"{heading}: {_listed(title_of(cell.request.dataset) for cell in found)}"
         image = f'<img src="{_data_uri(figure)}" alt="{escape(alt)}">'
         inside = f'<div class="scroll">{image}</div>\n<figcaption>{escape(about)}</figcaption>'
         yield _section(heading, f"<figure{narrow}>{inside}</figure>")
@@ -184,7 +189,7 @@ def _runs(found: Sequence[Cell]) -> str:
     head = ["data set", "method", "starts", "steps", "diverged", "guard went back", "seconds", "device"]
     rows = [
         [
-            DATASETS[cell.request.dataset].title,
+            title_of(cell.request.dataset),
             METHODS[cell.request.method].label,
             str(cell.request.replicas),
             str(cell.request.steps),

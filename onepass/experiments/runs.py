@@ -11,10 +11,17 @@ import json
 import os
 import platform
 import shutil
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: there, nobody warns who runs a command twice at once
+    fcntl = None  # type: ignore[assignment]
 
 import numpy as np
 import torch
@@ -48,6 +55,7 @@ class Cell:
 
     Attributes:
         values: final test losses of the starts that count: all, or the best of every few.
+        others: further metrics of the same starts.
         seconds: of wall time; of the last part, if ``resumed``.
     """
 
@@ -60,6 +68,7 @@ class Cell:
     versions: dict[str, str]
     test: list[float]
     valid: list[float]
+    others: dict[str, list[float]]
     start: dict[str, list[float]]
     end: dict[str, list[float]]
     returns: list[int]
@@ -71,8 +80,13 @@ class Cell:
 
     def curves(self) -> dict[str, Array]:
         """``steps`` ``(points,)``; ``test`` and the name of every hyperparameter ``(points, starts)``."""
-        with np.load(self.folder / "curves.npz") as saved:
-            return {name: saved[name].astype(np.float64) for name in saved.files}
+        try:
+            with np.load(self.folder / "curves.npz", allow_pickle=False) as saved:
+                return {name: saved[name].astype(np.float64) for name in saved.files}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+            raise UsageError(
+                f"{self.folder} has no readable curves.npz; move the folder away to compute it anew"
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         """What ``onepass run --json`` prints."""
@@ -90,6 +104,7 @@ class Cell:
             **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
             "seconds": self.seconds,
             "values": [_plain(float(f"{value:.7g}")) for value in self.values],  # all that float32 has
+            "others": {name: [_plain(float(f"{x:.7g}")) for x in values] for name, values in self.others.items()},
         }
 
 
@@ -106,32 +121,55 @@ def compute(
     done = finished(request, out)
     if done is not None:
         return done
-    data = load(request.dataset, data_dir=data_dir, split=request.split)
     protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
+    data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
     folder = _folder(request, out)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = folder.with_name(f".{folder.name}.pt")
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    resumed = checkpoint.exists()
-    try:
-        outcome = train(
-            protocol,
-            method,
-            data,
-            replicas=request.replicas,
-            steps=request.steps,
-            seed=request.seed,
-            device=device,
-            backend=backend,
-            progress=progress,
-            checkpoint=checkpoint,
-        )
-    except ValueError as error:
-        if resumed:  # most likely it began with other settings
-            raise UsageError(str(error)) from error
-        raise
-    _save(folder, _described(request, outcome, device, resumed), outcome)
-    checkpoint.unlink(missing_ok=True)
+    with _alone(folder):
+        done = finished(request, out)  # by another process, just now
+        if done is not None:
+            return done
+        resumed = checkpoint.exists()
+        try:
+            outcome = train(
+                protocol,
+                method,
+                data,
+                replicas=request.replicas,
+                steps=request.steps,
+                seed=request.seed,
+                device=device,
+                backend=backend,
+                progress=progress,
+                checkpoint=checkpoint,
+            )
+        except ValueError as error:
+            if not resumed:
+                raise
+            raise UsageError(
+                f"{out} holds an unfinished run of {request.dataset}, {request.method} that cannot go on ({error}); "
+                f"give another --out, or delete {checkpoint}"
+            ) from error
+        _save(folder, _described(request, outcome, device, resumed), outcome)
+        checkpoint.unlink(missing_ok=True)
     return read(folder)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else computes the same cell meanwhile. A lock of the system's, which ends with the process."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    with open(lock, "w") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"another process is computing {folder}; wait for it, or give another --out") from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def finished(request: Request, out: Path) -> Cell | None:
@@ -155,6 +193,7 @@ def read(folder: Path) -> Cell:
         saved = json.loads((folder / "cell.json").read_text())
         request = Request(**saved.pop("request"))
         lists = {name: _numbers(saved.pop(name)) for name in ("values", "test", "valid", "start", "end")}
+        lists["others"] = _numbers(saved.pop("others", {}))
         return Cell(request=request, folder=folder, **lists, **saved)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{folder} holds no readable result ({error}); move it away") from error
@@ -174,7 +213,7 @@ def _folder(request: Request, out: Path) -> Path:
 
 
 def _described(request: Request, outcome: Outcome, device: str, resumed: bool) -> dict[str, Any]:
-    kept = best_of(outcome.valid.tolist(), METHODS[request.method].best_of)
+    kept = torch.from_numpy(best_of(outcome.valid.tolist(), METHODS[request.method].best_of))
     return {
         "request": asdict(request),
         "metric": PROTOCOLS[request.dataset].metric,
@@ -182,9 +221,10 @@ def _described(request: Request, outcome: Outcome, device: str, resumed: bool) -
         "seconds": round(outcome.seconds, 3),
         "resumed": resumed,
         "versions": {"onepass": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "values": [_plain(value) for value in outcome.test[torch.from_numpy(kept)].tolist()],
+        "values": [_plain(value) for value in outcome.test[kept].tolist()],
         "test": [_plain(value) for value in outcome.test.tolist()],
         "valid": [_plain(value) for value in outcome.valid.tolist()],
+        "others": {name: [_plain(x) for x in value[kept].tolist()] for name, value in outcome.others.items()},
         "start": {name: value.tolist() for name, value in outcome.start.items()},
         "end": {name: [_plain(x) for x in value.tolist()] for name, value in outcome.end.items()},
         "returns": outcome.returns.tolist(),

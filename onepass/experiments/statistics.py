@@ -39,11 +39,12 @@ def summary(values: Sequence[float] | Array, *, seed: int = 0) -> Summary:
         nan = float("nan")
         return Summary(nan, nan, nan, nan, nan, nan, diverged, len(every))
     drawn = resampled(finite, seed)
+    single = len(finite) == 1  # which says nothing about errors
     return Summary(
         mean=float(finite.mean()),
-        mean_se=float(drawn.mean(1).std()),
+        mean_se=float("nan") if single else float(drawn.mean(1).std()),
         median=float(np.median(finite)),
-        median_se=float(np.median(drawn, 1).std()),
+        median_se=float("nan") if single else float(np.median(drawn, 1).std()),
         best=float(finite.min()),
         worst=float(finite.max()),
         diverged=diverged,

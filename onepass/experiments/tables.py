@@ -5,17 +5,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
-from onepass.experiments.datasets import DATASETS
 from onepass.experiments.methods import METHODS
-from onepass.experiments.protocol import PROTOCOLS
+from onepass.experiments.protocol import PROTOCOLS, title_of
 from onepass.experiments.published import Published, published
-from onepass.experiments.runs import Cell
-from onepass.experiments.statistics import apart, near_best
-
-PUBLISHED_IN = "AverageResults_UCI"
+from onepass.experiments.runs import Cell, Request
+from onepass.experiments.statistics import Summary, apart, near_best, summary
 
 
 class Estimate(NamedTuple):
@@ -56,37 +52,51 @@ class Text(NamedTuple):
 
 
 def results(cells: Sequence[Cell]) -> list[Table]:
-    """One table a data set, one row a method."""
-    return [_table(name, list(some)) for name, some in groupby(cells, key=lambda cell: cell.request.dataset)]
+    """One table a data set, metric and size of runs; one row a method."""
+    alike: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault((cell.request.dataset, settings(cell.request)), []).append(cell)
+    return [
+        _table(dataset, metric, some)
+        for (dataset, _), some in alike.items()
+        for metric in (some[0].metric, *some[0].others)
+    ]
 
 
-def _table(dataset: str, cells: list[Cell]) -> Table:
-    times = PROTOCOLS[dataset].shown_times
-    known = [published(PUBLISHED_IN, dataset, METHODS[cell.request.method].title) for cell in cells]
-    columns = {name: _column(cells, known, name, times) for name in ("mean", "median", "best")}
+def settings(request: Request) -> tuple[Any, ...]:
+    """Only results of the same can be compared."""
+    return request.replicas, request.steps, request.seed, request.split
+
+
+def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
+    protocol = PROTOCOLS[dataset]
+    times = protocol.shown_times if metric == protocol.metric else 1
+    replicas, steps, _, split = settings(cells[0].request)
+    same_as_paper = steps == protocol.steps and split is None
+    table = protocol.published.get(metric, "") if same_as_paper else ""
+    known = [published(table, dataset, METHODS[cell.request.method].title) for cell in cells]
+    summaries = [cell.summary if metric == cell.metric else summary(cell.others[metric]) for cell in cells]
+    columns = {name: _column(summaries, known, name, times) for name in ("mean", "median", "best")}
     rows = [
         Row(
             METHODS[cell.request.method].label,
             columns["mean"][i],
             columns["median"][i],
             columns["best"][i],
-            f"{cell.summary.diverged} of {cell.summary.starts}",
+            f"{found.diverged} of {found.starts}",
             cell.seconds,
         )
-        for i, cell in enumerate(cells)
+        for i, (cell, found) in enumerate(zip(cells, summaries, strict=True))
     ]
     shown = f" x {times:,}".replace(",", " ") if times > 1 else ""
-    sizes = {(cell.request.replicas, cell.request.steps) for cell in cells}
-    runs = ", ".join(f"{replicas} starts x {steps} steps" for replicas, steps in sorted(sizes))
-    title = f"{DATASETS[dataset].title}: {cells[0].metric}{shown}"
+    title = f"{title_of(dataset)}: {metric}{shown}"
     devices = ", ".join(dict.fromkeys(cell.device for cell in cells))
-    split = cells[0].request.split
-    note = f"{runs} on {devices}" + ("" if split is None else f", clean split {split}")
+    note = f"{replicas} starts x {steps} steps on {devices}" + ("" if split is None else f", clean split {split}")
     return Table(title, rows, note)
 
 
-def _column(cells: list[Cell], known: list[Published | None], name: str, times: int) -> list[Estimate]:
-    ours = [cell.summary._asdict() for cell in cells]
+def _column(found: list[Summary], known: list[Published | None], name: str, times: int) -> list[Estimate]:
+    ours = [one._asdict() for one in found]
     values = [times * one[name] for one in ours]
     errors = [times * one.get(f"{name}_se", math.nan) for one in ours]
     papers = [one._asdict() if one is not None else {} for one in known]
@@ -128,16 +138,16 @@ def _paper(estimate: Estimate) -> str:
 
 def grid(table: Table) -> tuple[list[str], list[list[Text]]]:
     """Head and rows. The paper's columns are left out where the paper has no such table."""
-    compared = any(row.mean.paper is not None for row in table.rows)
+    beside = compared(table)
     head, body = ["method"], [[Text(row.label)] for row in table.rows]
     for name in ("mean", "median", "best"):
         estimates: list[Estimate] = [getattr(row, name) for row in table.rows]
         head.append(name)
         _append(body, [Text(number(one.value, one.se), one.bold) for one in estimates])
-        if compared:
+        if beside:
             head.append("paper")
             _append(body, [Text(_paper(one)) for one in estimates])
-        if compared and name != "best":
+        if beside and name != "best":
             head.append("apart")
             _append(body, [Text(_difference(one)) for one in estimates])
     head += ["diverged", "seconds"]
@@ -151,10 +161,17 @@ def _append(body: list[list[Text]], column: list[Text]) -> None:
         row.append(text)
 
 
-LEGEND = (
-    "± standard error of 1 000 bootstrap samples; bold: within the error bar of the best; diverged runs left out. "
-    "The paper's numbers stand beside or under ours; apart: the difference in combined standard errors."
-)
+LEGEND = "± standard error of 1 000 bootstrap samples; bold: within the error bar of the best; diverged runs left out."
+COMPARED = "The paper's numbers stand with ours; apart: the difference in combined standard errors."
+
+
+def compared(table: Table) -> bool:
+    return any(row.mean.paper is not None for row in table.rows)
+
+
+def legend(found: Sequence[Table]) -> str:
+    """What to know to read these tables."""
+    return f"{LEGEND} {COMPARED}" if any(map(compared, found)) else LEGEND
 
 
 # --- written down ---
@@ -211,11 +228,14 @@ def show(tables: Sequence[Table], console: Any = None) -> None:
         return
     console = console or Console()
     for table in tables:
-        console.print(_drawn(table))
-    console.print(f"[dim]{LEGEND}[/dim]\n", highlight=False)
+        console.print(_drawn(table, narrow=console.width < NARROW))
+    console.print(f"[dim]{legend(tables)}[/dim]\n", highlight=False)
 
 
-def _drawn(table: Table) -> Any:
+NARROW = 76  # columns of a terminal; in fewer, averages alone are shown
+
+
+def _drawn(table: Table, *, narrow: bool) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
 
@@ -224,14 +244,14 @@ def _drawn(table: Table) -> Any:
         ours = f"[bold]{ours}[/bold]" if estimate.bold else ours
         return ours if estimate.paper is None else f"{ours}\n[dim]{_paper(estimate)}[/dim]"
 
-    compared = any(row.mean.paper is not None for row in table.rows)
+    beside = compared(table)
     title = f"[bold]{table.title}[/bold]\n{table.note}"
     drawn = RichTable(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
-    head = ["method", "mean", "median", *(["apart"] if compared else []), "best", "lost", "s"]
+    head = ["method", "mean", "median", *(["apart"] if beside else []), *([] if narrow else ["best", "lost", "s"])]
     for i, name in enumerate(head):
         drawn.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
     for row in table.rows:
-        apart_from_paper = [f"\n[dim]{_difference(row.median)}[/dim]"] if compared else []
-        averages = [field(row.mean), field(row.median), *apart_from_paper]
-        drawn.add_row(row.label, *averages, field(row.best), row.diverged.replace(" of ", "/"), f"{row.seconds:.1f}")
+        apart_from_paper = [f"\n[dim]{_difference(row.median)}[/dim]"] if beside else []
+        rest = [field(row.best), row.diverged.replace(" of ", "/"), f"{row.seconds:.1f}"]
+        drawn.add_row(row.label, field(row.mean), field(row.median), *apart_from_paper, *([] if narrow else rest))
     return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.experiments.datasets import DATASETS, Data, load
+from onepass.experiments.datasets import Data, load
 from onepass.experiments.methods import METHODS, Method
-from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, squared_error, train
+from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, data_of, squared_error, train
 from onepass.experiments.published import published
 
 DATA = load("diabetes")
@@ -83,10 +84,23 @@ def test_nine_methods_are_in_the_paper() -> None:
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_every_protocol_fits_its_data(name: str, request: pytest.FixtureRequest) -> None:
     folder = None if name in ("digits", "diabetes") else request.getfixturevalue("real_data")
-    data, protocol = load(name, data_dir=folder), PROTOCOLS[name]
+    protocol = PROTOCOLS[name]
+    data = load(protocol.data or name, data_dir=folder)
     found = train(protocol, METHODS["one-pass"], data, replicas=2, steps=2)
     assert found.test.isfinite().all()
-    assert name in DATASETS and protocol.steps % 10 == 0
+    assert set(found.others) == ({"test error"} if data_of(name).kind == "classification" else set())
+    assert all(((values >= 0) & (values <= 1)).all() for values in found.others.values())
+    for metric, table in protocol.published.items():
+        assert metric in (protocol.metric, *protocol.others)
+        in_paper = published(table, name, "Random") is not None
+        assert in_paper == (name in ("uci-energy", "kin8nm", "uci-power", "fashion-mnist", "fashion-mnist-batchnorm"))
+
+
+def test_a_loss_beyond_reason_counts_as_diverged() -> None:
+    limit = float(trained("random").test.median())
+    protocol = dataclasses.replace(PROTOCOL, lost_above=limit)
+    found = train(protocol, METHODS["random"], DATA, replicas=3, steps=20)
+    assert found.test.isnan().sum() == 1
 
 
 def test_uci_networks_have_fifty_hidden_units() -> None:

@@ -130,7 +130,7 @@ def test_what_differs_between_runs_is_listed(tmp_path: Path) -> None:
     made(tmp_path, "one-pass", [[1.0] * 3], resumed=True, seconds=200.0)
     text = Outline(report.write(tmp_path, tmp_path / "elsewhere.html").read_text()).text
     assert "4, 3" in text
-    assert "3 min 22 s for 2 runs; 1 (*) went on after an interruption" in text
+    assert "3 min 22 s for 2 runs; 1 of them (* below) went on after an interruption" in text
     assert not (tmp_path / "report.html").exists()
 
 

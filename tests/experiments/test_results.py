@@ -25,7 +25,7 @@ def cell(saved: dict[str, Any]) -> Cell:
     request = Request(**{name: saved[name] for name in ("dataset", "method", "replicas", "steps", "seed", "split")})
     values = [float("nan") if value is None else value for value in saved["values"]]
     kept = {"metric": saved["metric"], "seconds": saved["seconds"], "device": saved["device"]}
-    unknown: dict[str, Any] = {"resumed": False, "versions": {}, "start": {}, "end": {}, "returns": []}
+    unknown: dict[str, Any] = {"others": {}, "resumed": False, "versions": {}, "start": {}, "end": {}, "returns": []}
     return Cell(request=request, values=values, test=values, valid=[], folder=Path(), **kept, **unknown)
 
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path: Path, monkey
     monkeypatch.setattr(runs, "_save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compute(REQUEST, tmp_path)
-    with pytest.raises(UsageError, match=r"checkpoint .* must be of the same configuration"):
+    with pytest.raises(UsageError, match=r"unfinished run of diabetes, one-pass .* its seed is 0 .*give another --out"):
         compute(replace(REQUEST, seed=1), tmp_path)
 
 
@@ -95,6 +95,26 @@ def test_an_unreadable_cell_is_named(tmp_path: Path) -> None:
     (tmp_path / "diabetes" / "one-pass" / "cell.json").write_text("{")
     with pytest.raises(UsageError, match=r"one-pass holds no readable result .*; move it away"):
         list(cells(tmp_path))
+
+
+def test_two_processes_do_not_compute_one_cell(tmp_path: Path) -> None:
+    (tmp_path / "diabetes").mkdir()
+    with (
+        runs._alone(tmp_path / "diabetes" / "one-pass"),
+        pytest.raises(UsageError, match=r"another process is computing .*one-pass; wait for it"),
+    ):
+        compute(REQUEST, tmp_path)
+    assert compute(REQUEST, tmp_path).values
+    assert [path.name for path in (tmp_path / "diabetes").iterdir()] == ["one-pass"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nonsense"])
+def test_unreadable_curves_are_named(tmp_path: Path, content: bytes | None) -> None:
+    cell = compute(replace(REQUEST, steps=10), tmp_path)
+    path = cell.folder / "curves.npz"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"one-pass has no readable curves.npz; move the folder away"):
+        cell.curves()
 
 
 def test_diverged_starts_are_null_on_disk_and_nan_in_memory(tmp_path: Path) -> None:

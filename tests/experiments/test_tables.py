@@ -18,7 +18,7 @@ from onepass.experiments.tables import number
 
 def cell(method: str, values: list[float], dataset: str = "uci-energy") -> Cell:
     return Cell(
-        request=Request(dataset, method, len(values), 4000),
+        request=Request(dataset, method, 61, 4000),
         metric="test MSE",
         values=values,
         seconds=1.25,
@@ -27,6 +27,7 @@ def cell(method: str, values: list[float], dataset: str = "uci-energy") -> Cell:
         versions={},
         test=values,
         valid=values,
+        others={},
         start={},
         end={},
         returns=[0] * len(values),
@@ -127,6 +128,19 @@ def test_html_is_closed_and_escaped() -> None:
     assert not tags.open
     assert tags.fields == 11 * (1 + len(CELLS))
     assert "&lt;fast &amp; cheap&gt;" in text and "<fast" not in text
+
+
+def test_only_runs_of_the_paper_s_length_are_compared() -> None:
+    short = replace(CELLS[1], request=replace(CELLS[1].request, steps=400))
+    clean = replace(CELLS[1], request=replace(CELLS[1].request, split=3))
+    found = tables.results([CELLS[1], short, clean])
+    assert [tables.compared(table) for table in found] == [True, False, False]
+    assert "paper" in tables.legend(found) and "paper" not in tables.legend(found[1:])
+
+
+def test_runs_of_different_sizes_stand_in_different_tables() -> None:
+    few = replace(CELLS[1], request=replace(CELLS[1].request, replicas=3))
+    assert [len(table.rows) for table in tables.results([CELLS[0], few, CELLS[2]])] == [2, 1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
