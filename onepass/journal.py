@@ -19,6 +19,8 @@ class PopulationHistory:
     Attributes:
         steps: weight steps taken at each record.
         measured_steps: weight steps at which the metrics of ``measured`` were taken.
+        measured_seconds: what training took since the time before, without what metrics and checkpoints took; NaN where
+            it was interrupted in between.
         returns: how often the guard took each replica back.
         skipped: how many hyper steps left a replica's values alone because something was not finite.
     """
@@ -27,6 +29,7 @@ class PopulationHistory:
         self.start = {name: value.cpu() for name, value in start.items()}
         self.steps: list[int] = []
         self.measured_steps: list[int] = []
+        self.measured_seconds: list[float] = []
         self._measured: list[Named] = []
         self._records: list[Record] = []
         self._every, self._seen = 1, 0
@@ -45,9 +48,10 @@ class PopulationHistory:
             self.steps, self._records, self._every = self.steps[1::2], self._records[1::2], 2 * self._every
             self._seen = 1  # the last record was kept: the next is due after a whole gap
 
-    def measure(self, step: int, found: Named) -> None:
+    def measure(self, step: int, found: Named, seconds: float) -> None:
         """Beside the records, and never thinned: whoever asks for metrics says how often."""
         self.measured_steps.append(step)
+        self.measured_seconds.append(seconds)
         self._measured.append(found)
 
     def __len__(self) -> int:
@@ -87,7 +91,7 @@ class PopulationHistory:
         return {n: torch.stack([found.get(n, none).cpu() for found in self._measured]) for n in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, ready for ``json.dumps``."""
+        """Plain lists and numbers, ready for ``json.dumps``: all but seconds, so that equal runs give the same."""
         return {
             "start": {name: value.tolist() for name, value in self.start.items()},
             "steps": self.steps,
@@ -106,6 +110,7 @@ class PopulationHistory:
             "steps": self.steps,
             "records": [{k: _to_cpu(v) for k, v in record._asdict().items()} for record in self._records],
             "measured": [self.measured_steps, [_to_cpu(found) for found in self._measured]],
+            "measured_seconds": self.measured_seconds,
             "every": [self._every, self._seen],
             "returns": self.returns,
             "skipped": self.skipped,
@@ -115,6 +120,8 @@ class PopulationHistory:
         self.start, self.steps = state["start"], list(state["steps"])
         self._records = [Record(**record) for record in state["records"]]
         self.measured_steps, self._measured = (list(part) for part in state["measured"])
+        unknown = [torch.nan] * len(self.measured_steps)  # in files of older versions
+        self.measured_seconds = list(state.get("measured_seconds", unknown))
         self._every, self._seen = state["every"]
         self._returns, self._skipped = state["returns"], state["skipped"]
 

@@ -27,6 +27,7 @@ from onepass.progress import Progress
 from onepass.replicas import Named, Record, State, Weights, from_plain, mapped, selected, to_plain
 from onepass.rules import Rule
 from onepass.stack import MakeModel, Stack
+from onepass.stopwatch import Stopwatch
 from onepass.tuner import HyperOptimizer, default_hyper_optimizer
 from onepass.workers import Each, workers
 
@@ -197,13 +198,16 @@ class Population:
         threads = min(len(blocks), torch.get_num_threads()) if blocks[0].backend.side_by_side else 1
         try:
             with kept_warm() if warm else nullcontext(), workers(threads) as each:
+                clock = Stopwatch(self._device, whole=self.steps == (self.history.measured_steps or [0])[-1])
                 while self.steps < end:
                     before = self.steps
                     blocks, record = self._advance(blocks, end, each)
                     if measure and (before // pause_of_metrics < self.steps // pause_of_metrics or self.steps == end):
-                        self.history.measure(self.steps, self._measured(blocks, metrics))
+                        with clock.stopped():
+                            self.history.measure(self.steps, self._measured(blocks, metrics), clock.lap())
                     if checkpoint is not None and (self.steps - saved >= pause or self.steps == end):
-                        self._save(checkpoint, origin, begin, blocks)
+                        with clock.stopped():
+                            self._save(checkpoint, origin, begin, blocks)
                         saved = self.steps
                     if bar is not None and bar.due(self.steps):
                         bar.show(self.steps, record.valid_loss if feeds.valid else None)

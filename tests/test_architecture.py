@@ -25,6 +25,7 @@ LAYERS = [
         "operations",
         "checkpoint",
         "progress",
+        "stopwatch",
         "workers",
     },
     {"linearise", "evaluation", "snapshot", "checks", "batches", "replicas"},

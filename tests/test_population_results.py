@@ -287,9 +287,35 @@ def test_measured_along_the_way() -> None:
     assert found.history.measured_steps == [10, 20]
     found.run([TRAIN], [VALID], steps=10, measure={"other": (mse, VALID)})
     assert found.history.measured["test"][-1].isnan().all()
+    assert len(found.history.measured_seconds) == 3
     copy = population().history
     copy.load_state_dict(found.history.state_dict())
     assert torch.equal(copy.measured["test"][:2], found.history.measured["test"][:2])
+
+
+def test_seconds_are_those_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes at 1 s a weight step, and at 1000 s a look."""
+    passed = 0.0
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal passed
+        passed += 1.0
+        return mse(model, batch)
+
+    def slow(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal passed
+        passed += 1000.0
+        return mse(model, batch)
+
+    monkeypatch.setattr("onepass.stopwatch.time", SimpleNamespace(perf_counter=lambda: passed))
+    found = population(loss=loss, tune=(), backend="eager")
+    found.run([TRAIN], steps=25, measure={"test": (slow, VALID)})
+    assert found.history.measured_seconds == [10.0, 10.0, 5.0]
+    found.run([TRAIN], steps=5)  # not looked at
+    found.run([TRAIN], steps=20, measure={"test": (slow, VALID)})
+    assert found.history.measured_steps == [10, 20, 25, 40, 50]
+    assert math.isnan(found.history.measured_seconds[3]) and found.history.measured_seconds[4:] == [10.0]
+    assert "measured_seconds" not in found.history.to_dict()
 
 
 @pytest.mark.parametrize(("every", "at"), [(None, [10, 20, 30, 40, 45]), (20, [20, 40, 45]), (15, [20, 30, 45])])

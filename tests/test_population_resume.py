@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onepass
 from onepass import checkpoint
+from onepass.journal import PopulationHistory
 from tests.populations import TRAIN, VALID, batches, population, trained, weights
 from tests.problems import Batch, mse
 
@@ -139,6 +142,41 @@ def assert_resumed(path: Path, **settings: Any) -> None:
     assert told(trained_to(24, path, **settings)) == told(trained_to(24, None, **settings))
 
 
+class Interrupted:
+    """Ctrl-C after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Any:
+        yield from [TRAIN] * self.steps
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_part_has_no_time(tmp_path: Path) -> None:
+    """Looked at every 20 steps and saved every 10: what is taken up begins in the middle between two looks."""
+
+    def run(train: Any) -> PopulationHistory:
+        found, watched, path = population(), {"valid": (mse, VALID)}, tmp_path / "population.pt"
+        with suppress(KeyboardInterrupt):
+            found.run(train, [VALID], steps=60, measure=watched, measure_every=20, checkpoint=path, every=10)
+        return found.history
+
+    first, second = run(Interrupted(35)), run([TRAIN])
+    assert (first.measured_steps, second.measured_steps) == ([20], [20, 40, 60])
+    assert second.measured_seconds[0] == first.measured_seconds[0]
+    assert [math.isnan(seconds) for seconds in second.measured_seconds] == [False, True, False]
+
+
+def test_checkpoints_of_older_versions_have_no_times() -> None:
+    found = population()
+    found.run([TRAIN], [VALID], steps=10, measure={"valid": (mse, VALID)})
+    state = found.history.state_dict()
+    del state["measured_seconds"]
+    found.history.load_state_dict(state)
+    assert len(found.history.measured_seconds) == 1 and math.isnan(found.history.measured_seconds[0])
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", KINDS)
 def test_taken_up_by_another_population(kind: str, tmp_path: Path) -> None:
@@ -193,13 +231,8 @@ def test_a_path_may_be_a_string_and_its_folder_new(tmp_path: Path) -> None:
 def test_an_interrupted_run_can_go_on() -> None:
     """Ctrl-C in a notebook: what was trained so far is there, and the rest can follow."""
 
-    class Interrupted:
-        def __iter__(self) -> Any:
-            yield from [TRAIN] * 25
-            raise KeyboardInterrupt
-
     found = population()
     with pytest.raises(KeyboardInterrupt):
-        found.run(Interrupted(), [VALID], steps=40)
+        found.run(Interrupted(25), [VALID], steps=40)
     assert found.steps == 20
     assert torch.equal(weights(found), weights(trained(20)))

@@ -131,6 +131,7 @@ class Outcome(NamedTuple):
         others: likewise, further metrics of the test set.
         start, end: name -> one value a start; the median where every weight has its own.
         curve_steps: weight steps at which the following were looked at.
+        curve_seconds: what training took since the look before; NaN where it was interrupted in between.
         curve_test: ``(points, starts)``.
         curve_values: name -> ``(points, starts)``.
         returns: how often the guard went back.
@@ -143,6 +144,7 @@ class Outcome(NamedTuple):
     start: dict[str, Tensor]
     end: dict[str, Tensor]
     curve_steps: list[int]
+    curve_seconds: list[float]
     curve_test: Tensor
     curve_values: dict[str, Tensor]
     returns: Tensor
@@ -217,6 +219,7 @@ def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:
         start=history.start,
         end=ends,
         curve_steps=history.measured_steps,
+        curve_seconds=history.measured_seconds,
         curve_test=history.measured["test"] * scale,
         curve_values={name: value[at] for name, value in history.values.items()},  # those of the nearest record
         returns=history.returns,

@@ -79,7 +79,11 @@ class Cell:
         return summary(self.values)
 
     def curves(self) -> dict[str, Array]:
-        """``steps`` ``(points,)``; ``test`` and the name of every hyperparameter ``(points, starts)``."""
+        """``steps`` ``(points,)``; ``test`` and the name of every hyperparameter ``(points, starts)``.
+
+        And, but for cells of older versions, ``seconds`` ``(points,)``: what training all starts took since the point
+        before, NaN where it was interrupted in between.
+        """
         try:
             with np.load(self.folder / "curves.npz", allow_pickle=False) as saved:
                 return {name: saved[name].astype(np.float64) for name in saved.files}
@@ -238,8 +242,9 @@ def _save(folder: Path, described: dict[str, Any], outcome: Outcome) -> None:
     beside.mkdir(parents=True)
     (beside / "cell.json").write_text(json.dumps(described, allow_nan=False) + "\n")
     curves = {"test": outcome.curve_test, **outcome.curve_values}
-    narrow: dict[str, Any] = {name: value.float().numpy() for name, value in curves.items()}
-    np.savez_compressed(beside / "curves.npz", steps=np.array(outcome.curve_steps), **narrow)
+    arrays: dict[str, Any] = {name: value.float().numpy() for name, value in curves.items()}
+    arrays |= {"steps": np.array(outcome.curve_steps), "seconds": np.array(outcome.curve_seconds)}
+    np.savez_compressed(beside / "curves.npz", **arrays)
     os.replace(beside, folder)
 
 
