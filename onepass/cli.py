@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,14 +93,14 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=_known("artefact", artefacts.ARTEFACTS),
         metavar="ARTEFACT",
-        help="such as uci; see `onepass list`",
+        help="such as uci or fashion-mnist; see `onepass list`",
     )
     one.add_argument(
         "--datasets",
         nargs="+",
         type=_known("data set", {**PROTOCOLS, "all": None}),
         metavar="DATASET",
-        help="instead of the paper's three; `all` for all eight",
+        help="instead of the artefact's usual ones; `all` for all it has (of UCI, eight instead of three)",
     )
     one.add_argument("--methods", nargs="+", type=_known("method", METHODS), metavar="METHOD", help="only these")
     one.add_argument(
@@ -204,32 +205,31 @@ def show_demo(args: argparse.Namespace) -> None:
 
 
 def show_list(args: argparse.Namespace) -> None:
-    parts = {
+    parts: dict[str, dict[str, str]] = {
         "Data sets": {name: f"{title_of(name)}: {data_of(name).note}" for name in PROTOCOLS},
         "Methods": {name: f"{row.label}: {row.about}" for name, row in METHODS.items()},
         "Artefacts": {name: artefact.about for name, artefact in artefacts.ARTEFACTS.items()},
     }
+    width = max(len(name) for lines in parts.values() for name in lines)
     for title, lines in parts.items():
         print(title)
         for name, text in lines.items():
-            print(f"  {name:20} {text}")
+            print(f"  {name:{width}} {text}")
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.out is not None:
-        found = _computed(_request(args, args.dataset, args.method), _writable(args.out), args)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            found = _computed(_request(args, args.dataset, args.method), Path(folder), args)
-    if args.json:
-        print(json.dumps(found.to_json()))
-    else:
-        tables.show(tables.results([found]))
+    request = _request(args, args.dataset, args.method)
+    with tempfile.TemporaryDirectory() if args.out is None else nullcontext(_writable(args.out)) as folder:
+        found = _computed(request, Path(folder), args)
+        if args.json:
+            print(json.dumps(found.to_json()))
+        else:
+            tables.show(tables.results([found]))
 
 
 def reproduce(args: argparse.Namespace) -> None:
     out, began = _writable(args.out), time.perf_counter()
-    wanted = {name: _requests(args, artefacts.ARTEFACTS[name]) for name in args.artefacts}
+    wanted = {name: _requests(args, name) for name in args.artefacts}
     every = list(dict.fromkeys(request for requests in wanted.values() for request in requests))
     done = {request: cell for request in every if (cell := finished(request, out)) is not None}
     say = _silent if args.quiet else _say
@@ -242,8 +242,10 @@ def reproduce(args: argparse.Namespace) -> None:
         say(f"    median {cell.summary.median:.4g}, {cell.summary.diverged} diverged, {cell.seconds:.1f} s")
     if args.json:
         print(json.dumps([done[request].to_json() for request in every]))
-    elif "uci" in wanted:
-        tables.show(tables.results([done[request] for request in wanted["uci"]]))
+    else:
+        for name, requests in wanted.items():
+            if (show := artefacts.ARTEFACTS[name].show) is not None:
+                show([done[request] for request in requests])
     try:
         for name, requests in wanted.items():
             for path in artefacts.ARTEFACTS[name].make(_comparable(args, name, requests), out / name):
@@ -277,9 +279,14 @@ def _report(out: Path) -> Path:
     return report.write(out)
 
 
-def _requests(args: argparse.Namespace, artefact: artefacts.Artefact) -> list[Request]:
+def _requests(args: argparse.Namespace, name: str) -> list[Request]:
+    artefact = artefacts.ARTEFACTS[name]
     asked = args.datasets or artefact.datasets
     datasets = artefact.every if "all" in asked else asked
+    others = [dataset for dataset in datasets if dataset not in (*artefact.every, *artefact.trial)]
+    if others:
+        small = f" (to try it out, {' or '.join(artefact.trial)} too)" if artefact.trial else ""
+        raise UsageError(f"{name} has {', '.join(artefact.every)}{small}, but not {', '.join(others)}")
     methods = [name for name in METHODS if name in (args.methods or artefact.methods) and name in artefact.methods]
     if not methods:
         raise UsageError(

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onepass.experiments import tables
+from onepass.experiments import runtimes, tables, writing
 from onepass.experiments.methods import METHODS
 from onepass.experiments.runs import Cell
+from onepass.experiments.writing import Grid
+
+Files = Callable[[Sequence[Cell], Path], list[Path]]
+Names = tuple[str, ...]
 
 UCI = (
     "uci-boston",
@@ -21,7 +25,12 @@ UCI = (
     "uci-yacht",
 )
 IN_THE_PAPER = ("uci-energy", "kin8nm", "uci-power")
+FASHION = ("fashion-mnist", "fashion-mnist-batchnorm")
+LARGER = FASHION  # those whose runtimes the paper shows
+REGRESSION, CLASSIFICATION = ("diabetes",), ("digits",)  # they need no download
+ALL = tuple(METHODS)
 TUNING_LR = tuple(name for name, row in METHODS.items() if row.tunes("lr"))
+ONE_START = tuple(name for name, row in METHODS.items() if row.best_of == 1)
 
 
 @dataclass(frozen=True)
@@ -30,43 +39,87 @@ class Artefact:
 
     Attributes:
         about: one line for people.
-        datasets: unless somebody wants others; ``every`` of them for ``--datasets all``.
         make: writes files called by the first path plus a suffix, and says which.
+        datasets: unless somebody wants others; ``every`` of them for ``--datasets all``.
+        trial: other data sets that it takes if asked for, to try it out.
+        show: prints a table on a terminal.
     """
 
     about: str
-    make: Callable[[Sequence[Cell], Path], list[Path]]
-    datasets: tuple[str, ...]
-    every: tuple[str, ...]
-    methods: tuple[str, ...] = tuple(METHODS)
+    make: Files
+    datasets: Names
+    every: Names
+    methods: Names = ALL
+    trial: Names = ()
+    show: Callable[[Sequence[Cell]], None] | None = None
 
 
-def table_files(cells: Sequence[Cell], path: Path) -> list[Path]:
+def results(about: str, datasets: Names, every: Names = (), trial: Names = ()) -> Artefact:
+    """Tables of final losses."""
+    return Artefact(about, _result_files, datasets, every or datasets, trial=trial, show=_show_results)
+
+
+def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALL) -> Artefact:
+    """One of `figures.FIGURES`."""
+    return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial)
+
+
+def _show_results(cells: Sequence[Cell]) -> None:
+    tables.show(tables.results(cells))
+
+
+def _result_files(cells: Sequence[Cell], path: Path) -> list[Path]:
     found = tables.results(cells)
+    return _table_files(list(map(tables.grid, found)), tables.legend(found), path)
+
+
+def _runtime_files(cells: Sequence[Cell], path: Path) -> list[Path]:
+    written = _table_files(list(map(runtimes.grid, runtimes.some(cells))), runtimes.legend(cells), path)
+    return written + _figure_files("runtimes")(cells, path)
+
+
+def _table_files(grids: Sequence[Grid], legend: str, path: Path) -> list[Path]:
     written = {
-        ".md": "\n".join(map(tables.to_markdown, found)) + f"\n{tables.legend(found)}\n",
-        ".tex": "\n".join(map(tables.to_latex, found)),
-        ".html": "\n".join(map(tables.to_html, found)),
+        ".md": "\n".join(map(writing.to_markdown, grids)) + f"\n{legend}\n",
+        ".tex": "\n".join(map(writing.to_latex, grids)),
+        ".html": "\n".join(map(writing.to_html, grids)),
     }
     for suffix, text in written.items():
         path.with_suffix(suffix).write_text(text)
     return [path.with_suffix(suffix) for suffix in written]
 
 
-def figure_files(name: str) -> Callable[[Sequence[Cell], Path], list[Path]]:
+def _figure_files(kind: str) -> Files:
     def make(cells: Sequence[Cell], path: Path) -> list[Path]:
         from onepass.experiments import figures  # needs matplotlib
 
-        return figures.save(figures.figure_of(name, cells), path)
+        return figures.save(figures.figure_of(kind, cells), path)
 
     return make
 
 
+ABOUT = {
+    "curves": "median test loss over time",
+    "cdfs": "distributions of final test losses",
+    "learning-rates": "sample paths of learning rates",
+}
+
 ARTEFACTS: dict[str, Artefact] = {
-    "uci": Artefact("Table 1: final test losses of all methods", table_files, IN_THE_PAPER, UCI),
-    "uci-curves": Artefact("median test loss over time", figure_files("uci-curves"), IN_THE_PAPER, UCI),
-    "uci-cdfs": Artefact("distributions of final test losses", figure_files("uci-cdfs"), IN_THE_PAPER, UCI),
-    "uci-learning-rates": Artefact(
-        "sample paths of learning rates", figure_files("uci-learning-rates"), IN_THE_PAPER, UCI, TUNING_LR
+    "uci": results("Table 1: final test losses of all methods", IN_THE_PAPER, UCI, REGRESSION),
+    "uci-curves": figure("curves", IN_THE_PAPER, UCI, REGRESSION),
+    "uci-cdfs": figure("cdfs", IN_THE_PAPER, UCI, REGRESSION),
+    "uci-learning-rates": figure("learning-rates", IN_THE_PAPER, UCI, REGRESSION, TUNING_LR),
+    "fashion-mnist": results("Table 2: final test losses and errors", ("fashion-mnist",), trial=CLASSIFICATION),
+    "fashion-mnist-batchnorm": results("the same with batch norm", ("fashion-mnist-batchnorm",), trial=CLASSIFICATION),
+    "fashion-mnist-curves": figure("curves", FASHION, trial=CLASSIFICATION),
+    "fashion-mnist-cdfs": figure("cdfs", FASHION, trial=CLASSIFICATION),
+    "runtimes": Artefact(
+        "what a run costs: distributions of its time, and how it compares with Random's",
+        _runtime_files,
+        LARGER,
+        (*UCI, *LARGER),
+        ONE_START,
+        (*REGRESSION, *CLASSIFICATION),
+        runtimes.show,
     ),
 }

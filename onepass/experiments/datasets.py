@@ -118,7 +118,9 @@ def _fashion_mnist(data_dir: Folder, split: None) -> Data:
     images, labels = [], []
     for part, rows in (("train", 60_000), ("t10k", 10_000)):
         images.append(_idx(f"fashion-mnist/{part}-images-idx3-ubyte.gz", (rows, 28, 28), data_dir).reshape(rows, -1))
-        labels.append(_idx(f"fashion-mnist/{part}-labels-idx1-ubyte.gz", (rows,), data_dir))
+        labels.append(_idx(name := f"fashion-mnist/{part}-labels-idx1-ubyte.gz", (rows,), data_dir))
+        if labels[-1].max() > 9:
+            raise DataError(f"{name} must hold labels from 0 to 9, but holds {labels[-1].max()}")
     return _images(np.concatenate(images), np.concatenate(labels), (50_000, 10_000, 10_000), axes=(0,))
 
 

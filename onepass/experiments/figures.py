@@ -17,8 +17,12 @@ from matplotlib.figure import Figure, FigureBase, SubFigure
 from matplotlib.lines import Line2D
 from PIL import Image
 
+from onepass.experiments import runtimes
 from onepass.experiments.methods import METHODS
 from onepass.experiments.panels import (
+    INK,
+    MEAN,
+    MEDIAN,
     NAMES,
     TUNED,
     UNTUNED,
@@ -26,6 +30,7 @@ from onepass.experiments.panels import (
     draw_distributions,
     draw_median_curves,
     draw_paths,
+    draw_runtimes,
     draw_valley,
     log_axis,
     loss_label,
@@ -50,7 +55,7 @@ def figure_of(name: str, cells: Iterable[Cell]) -> Figure:
 
     >>> figure_of("nonsense", [])
     Traceback (most recent call last):
-    ValueError: figure must be one of uci-curves, uci-cdfs, uci-learning-rates, demo, but got 'nonsense'
+    ValueError: figure must be one of curves, cdfs, learning-rates, runtimes, demo, but got 'nonsense'
     """
     if name not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, but got {name!r}")
@@ -128,6 +133,24 @@ def _learning_rates_figure(groups: Grouped) -> Figure | None:
     return figure
 
 
+def _runtimes_figure(groups: Grouped) -> Figure | None:
+    """A panel a data set, a row a method."""
+    found = runtimes.results([cell for cells in groups.values() for cell in cells.values()])
+    if not found:
+        return None
+    methods = [method for method in METHODS if any(method in one.seconds for one in found)]
+    rows, columns = len(found) if len(found) < 2 else -(-len(found) // 2), min(len(found), 2)
+    figure = Figure(figsize=(1.8 + 4.2 * columns, (0.34 * len(methods) + 1.3) * rows), layout="constrained")
+    for place, (axes, one) in enumerate(zip(_panels(figure, rows, columns, len(found)), found, strict=True)):
+        draw_runtimes(axes, one, methods)
+        axes.set_title(f"{title_of(one.dataset)}\n")
+        axes.text(0.5, 1.02, one.note, transform=axes.transAxes, ha="center", va="bottom", fontsize="small")
+        axes.tick_params(axis="y", length=0, labelleft=place % columns == 0)
+    handles = [Line2D([], [], color=INK, linestyle="", **look) for look in (MEAN, MEDIAN)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
 def _demo_figure(groups: Grouped) -> Figure | None:
     """A row of two panels a data set."""
     found = {dataset: cells for dataset, cells in groups.items() if UNTUNED in cells and TUNED in cells}
@@ -176,8 +199,9 @@ def _colour_bar(block: SubFigure, colours: ScalarMappable, panels: list[Axes], d
 
 
 FIGURES: dict[str, Callable[[Grouped], Figure | None]] = {
-    "uci-curves": partial(_panel_a_dataset, median_curve, draw_median_curves),
-    "uci-cdfs": partial(_panel_a_dataset, distribution, draw_distributions),
-    "uci-learning-rates": _learning_rates_figure,
+    "curves": partial(_panel_a_dataset, median_curve, draw_median_curves),
+    "cdfs": partial(_panel_a_dataset, distribution, draw_distributions),
+    "learning-rates": _learning_rates_figure,
+    "runtimes": _runtimes_figure,
     "demo": _demo_figure,
 }

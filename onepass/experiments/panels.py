@@ -16,12 +16,16 @@ from matplotlib.cm import ScalarMappable
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS
 from onepass.experiments.runs import Cell
+from onepass.experiments.runtimes import PLAIN, Runtimes
 from onepass.experiments.statistics import Array, best_of, resampled
 
 UNTUNED, TUNED = "random", "one-pass"  # what the demo compares
 SAMPLE = 20  # paths in a panel: more cannot be told apart
 HIGHEST = 90  # percentile of losses where colours and axes may end: a few lost starts must not flatten the rest
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
+INK = "#222222"
+MEAN: dict[str, Any] = {"marker": "o", "markersize": 5, "label": "mean"}
+MEDIAN: dict[str, Any] = {"marker": "|", "markersize": 13, "markeredgewidth": 2, "label": "median"}
 ROUND = (1, 2, 5, 10)  # what ticks are multiples of
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; relatives share one and differ in their dashes.
@@ -119,6 +123,16 @@ def valley(untuned: Cell, tuned: Cell, name: str) -> Valley:
     return Valley(name, np.array(start["lr"]), np.array(start[name]), losses, rates.values, others.values, rates.losses)
 
 
+def violin(values: Array) -> tuple[Array, Array]:
+    """Where, and how wide: a kernel density, by Silverman's rule, between the smallest and the largest value."""
+    quarters = np.percentile(values, [25, 75])
+    spread = min(values.std(), (quarters[1] - quarters[0]) / 1.34) or values.std()
+    band = max(0.9 * spread * len(values) ** -0.2, 1e-3 * float(values.max()), 1e-12)
+    at = np.unique(np.concatenate([np.linspace(values.min(), values.max(), 200), values]))
+    dense = np.exp(-0.5 * ((at[:, None] - values) / band) ** 2).sum(1)
+    return at, 0.4 * dense / dense.max()
+
+
 def _times(cell: Cell) -> float:
     return float(PROTOCOLS[cell.request.dataset].shown_times)
 
@@ -173,6 +187,30 @@ def draw_valley(axes: Axes, found: Valley, colours: ScalarMappable) -> None:
     if found.name != "momentum":
         log_axis(axes, "y", *span([found.other, found.tuned_other], highest=100))
     axes.set(xlabel=NAMES["lr"], ylabel=NAMES[found.name])
+
+
+def draw_runtimes(axes: Axes, found: Runtimes, methods: Sequence[str]) -> None:
+    """A violin a method, from top to bottom, on an axis from 0, and at its right the ratio to Random."""
+    unit, times = found.unit
+    axes.set(ylim=(len(methods) - 0.4, -0.6), xlabel=f"{unit} per start, whole run")
+    axes.set_yticks(range(len(methods)), [METHODS[method].label for method in methods])
+    axes.grid(visible=False, axis="y")
+    right = axes.get_yaxis_transform()
+    axes.text(1.02, -0.75, f"× {METHODS[PLAIN].label}", transform=right, va="bottom", fontsize="small")
+    for place, method in enumerate(methods):
+        if method not in found.seconds:
+            continue
+        seconds, colour = times * found.seconds[method], style_of(method)["color"]
+        at, width = violin(seconds)
+        axes.fill_between(at, place - width, place + width, color=colour, alpha=0.45, linewidth=0)
+        axes.plot([at[0], at[-1]], [place, place], color=colour, linewidth=1)
+        axes.plot(np.median(seconds), place, color=INK, **MEDIAN)
+        axes.plot(np.mean(seconds), place, color=INK, **MEAN)
+        ratio = found.ratio(method)
+        axes.text(1.02, place, f"{ratio:.2f}" if np.isfinite(ratio) else "–", transform=right, va="center")
+    every = found.seconds.values()
+    axes.set_xlim(0, 1.08 * times * max(max(np.percentile(seconds, 97), seconds.mean()) for seconds in every))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=ROUND))
 
 
 def style_of(method: str) -> dict[str, Any]:

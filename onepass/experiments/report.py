@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from onepass.experiments import figures, tables
+from onepass.experiments import figures, tables, writing
 from onepass.experiments.methods import METHODS
 from onepass.experiments.panels import SAMPLE
 from onepass.experiments.protocol import title_of
@@ -36,23 +36,31 @@ CAPTIONS = {
         "took the values, from a small open circle to a filled one in the colour of its own final loss. Good values "
         "form a narrow valley, and tuning draws the others into it.",
     ),
-    "uci-curves": (
+    "curves": (
         "Median test loss over time",
         "The median over all starts at each step, in a band of one bootstrap standard error to either side. Lower and "
         "earlier is better. Starts that are lost are left out from then on. Where only the best of every few starts "
         "counts, only those are shown, although all had to be trained.",
     ),
-    "uci-cdfs": (
+    "cdfs": (
         "Final test losses of all starts",
         "How large a share of the starts ends at or below a given test loss. A curve that rises far to the left is "
         "good; one that rises steeply says that it hardly matters where one starts. Where a curve stays below 1, the "
         "rest were lost, or lie beyond the right edge.",
     ),
-    "uci-learning-rates": (
+    "learning-rates": (
         "Learning rates over time",
         f"Up to {SAMPLE} starts of each method that tunes the learning rate, spread evenly over where they "
         "begin, in the colour of their final test loss: dark is good, dotted was lost. Where every weight has a "
         "learning rate of its own, the line is their median.",
+    ),
+    "runtimes": (
+        "What a run costs",
+        "Time of a whole run by the clock, for each start: all are trained together, so that it is the time of all "
+        "divided by their number. A run is cut into parts, one from each look at the test loss to the next, and each "
+        "part is taken for the whole: what is drawn is the distribution over parts, and at the right stands how its "
+        "median compares with Random's. The first part has the preparation in it and can lie beyond the right edge; a "
+        "mean to the right of its median shows it. The looks themselves are not counted.",
     ),
 }
 
@@ -155,7 +163,7 @@ def _settings(found: Sequence[Cell]) -> str:
 
 def _results(found: Sequence[Cell]) -> str:
     every = tables.results(found)
-    written = (f'<div class="scroll">{tables.to_html(table)}</div>' for table in every)
+    written = (f'<div class="scroll">{writing.to_html(tables.grid(table))}</div>' for table in every)
     return "".join(written) + f'<p class="soft">{escape(tables.legend(every))}</p>'
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ except ImportError:  # Windows has no such locks: there, nobody warns who runs a
 import numpy as np
 import torch
 
-from onepass.experiments.datasets import load
+from onepass.experiments.datasets import Data, load
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, Outcome, train
 from onepass.experiments.statistics import Array, Summary, best_of, summary
@@ -92,6 +92,18 @@ class Cell:
                 f"{self.folder} has no readable curves.npz; move the folder away to compute it anew"
             ) from error
 
+    def runtimes(self) -> Array:
+        """Seconds of a whole run per start, at the pace of one part of it after the other.
+
+        All starts are trained together, so that none has a time of its own. Interrupted parts are left out.
+        """
+        curves = self.curves()
+        if "seconds" not in curves:
+            return np.empty(0)
+        pace = curves["seconds"] / np.diff(curves["steps"], prepend=0.0)
+        found: Array = pace[np.isfinite(pace)] * self.request.steps / self.request.replicas
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """What ``onepass run --json`` prints."""
         found = self.summary
@@ -107,8 +119,9 @@ class Cell:
             "metric": self.metric,
             **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
             "seconds": self.seconds,
-            "values": [_plain(float(f"{value:.7g}")) for value in self.values],  # all that float32 has
-            "others": {name: [_plain(float(f"{x:.7g}")) for x in values] for name, values in self.others.items()},
+            "values": _short(self.values),
+            "others": {name: _short(values) for name, values in self.others.items()},
+            "runtimes": _short(self.runtimes()),
         }
 
 
@@ -127,6 +140,7 @@ def compute(
         return done
     protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
     data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
+    _check_batch(request.dataset, protocol.batch, data)
     folder = _folder(request, out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = folder.with_name(f".{folder.name}.pt")
@@ -158,6 +172,13 @@ def compute(
         _save(folder, _described(request, outcome, device, resumed), outcome)
         checkpoint.unlink(missing_ok=True)
     return read(folder)
+
+
+def _check_batch(dataset: str, size: int | None, data: Data) -> None:
+    rows = {"training": len(data.train[0]), "validation": len(data.valid[0])}
+    for part, number in rows.items():
+        if size is not None and size > number:
+            raise UsageError(f"mini-batches of {dataset} have {size} rows, but its {part} data has only {number}")
 
 
 @contextmanager
@@ -252,6 +273,11 @@ def _device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     return f"cpu, {torch.get_num_threads()} threads"
+
+
+def _short(values: Iterable[float]) -> list[float | None]:
+    """All the digits that float32 has."""
+    return [_plain(float(f"{value:.7g}")) for value in values]
 
 
 def _plain(value: float) -> float | None:

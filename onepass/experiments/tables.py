@@ -1,17 +1,18 @@
-"""Tables of results, the paper's number beside ours: what is in them, and four ways to write them down."""
+"""Tables of results, the paper's number beside ours: what is in them."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from onepass.experiments import writing
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, title_of
 from onepass.experiments.published import Published, published
 from onepass.experiments.runs import Cell, Request
 from onepass.experiments.statistics import Summary, apart, near_best, summary
+from onepass.experiments.writing import Grid, Text
 
 
 class Estimate(NamedTuple):
@@ -44,13 +45,6 @@ class Table(NamedTuple):
     note: str
 
 
-class Text(NamedTuple):
-    """One field of a written table."""
-
-    text: str
-    bold: bool = False
-
-
 def results(cells: Sequence[Cell]) -> list[Table]:
     """One table a data set, metric and size of runs; one row a method."""
     alike: dict[Any, list[Cell]] = {}
@@ -68,11 +62,16 @@ def settings(request: Request) -> tuple[Any, ...]:
     return request.replicas, request.steps, request.seed, request.split
 
 
+def note(request: Request, devices: str) -> str:
+    split = "" if request.split is None else f", clean split {request.split}"
+    return f"{request.replicas} starts x {request.steps} steps on {devices}{split}"
+
+
 def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     protocol = PROTOCOLS[dataset]
     times = protocol.shown_times if metric == protocol.metric else 1
-    replicas, steps, _, split = settings(cells[0].request)
-    same_as_paper = steps == protocol.steps and split is None
+    request = cells[0].request
+    same_as_paper = request.steps == protocol.steps and request.split is None
     table = protocol.published.get(metric, "") if same_as_paper else ""
     known = [published(table, dataset, METHODS[cell.request.method].title) for cell in cells]
     summaries = [cell.summary if metric == cell.metric else summary(cell.others[metric]) for cell in cells]
@@ -91,8 +90,7 @@ def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     shown = f" x {times:,}".replace(",", " ") if times > 1 else ""
     title = f"{title_of(dataset)}: {metric}{shown}"
     devices = ", ".join(dict.fromkeys(cell.device for cell in cells))
-    note = f"{replicas} starts x {steps} steps on {devices}" + ("" if split is None else f", clean split {split}")
-    return Table(title, rows, note)
+    return Table(title, rows, note(request, devices))
 
 
 def _column(found: list[Summary], known: list[Published | None], name: str, times: int) -> list[Estimate]:
@@ -136,8 +134,8 @@ def _paper(estimate: Estimate) -> str:
     return "" if estimate.paper is None else number(estimate.paper, estimate.paper_se)
 
 
-def grid(table: Table) -> tuple[list[str], list[list[Text]]]:
-    """Head and rows. The paper's columns are left out where the paper has no such table."""
+def grid(table: Table) -> Grid:
+    """All there is. The paper's columns are left out where the paper has no such table."""
     beside = compared(table)
     head, body = ["method"], [[Text(row.label)] for row in table.rows]
     for name in ("mean", "median", "best"):
@@ -153,7 +151,24 @@ def grid(table: Table) -> tuple[list[str], list[list[Text]]]:
     head += ["diverged", "seconds"]
     _append(body, [Text(row.diverged) for row in table.rows])
     _append(body, [Text(f"{row.seconds:.1f}") for row in table.rows])
-    return head, body
+    return Grid(table.title, table.note, head, body)
+
+
+def brief(table: Table, narrow: bool = False) -> Grid:
+    """For a terminal, the paper's numbers under ours; averages alone for a narrow one."""
+
+    def field(one: Estimate) -> Text:
+        return Text(number(one.value, one.se), one.bold, None if one.paper is None else _paper(one))
+
+    beside = compared(table)
+    head = ["method", "mean", "median", *(["apart"] if beside else []), *([] if narrow else ["best", "lost", "s"])]
+    body = []
+    for row in table.rows:
+        apart_from_paper = [Text("", under=_difference(row.median))] if beside else []
+        rest = [field(row.best), Text(row.diverged.replace(" of ", "/")), Text(f"{row.seconds:.1f}")]
+        averages = [Text(row.label), field(row.mean), field(row.median)]
+        body.append([*averages, *apart_from_paper, *([] if narrow else rest)])
+    return Grid(table.title, table.note, head, body)
 
 
 def _append(body: list[list[Text]], column: list[Text]) -> None:
@@ -174,84 +189,6 @@ def legend(found: Sequence[Table]) -> str:
     return f"{LEGEND} {COMPARED}" if any(map(compared, found)) else LEGEND
 
 
-# --- written down ---
-
-
-def to_markdown(table: Table) -> str:
-    head, body = grid(table)
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    lines += [[f"**{field.text}**" if field.bold else field.text for field in row] for row in body]
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"**{table.title}** ({table.note})\n\n{rows}\n"
-
-
-def to_latex(table: Table) -> str:
-    r"""A ``tabular`` for the ``booktabs`` package."""
-    head, body = grid(table)
-
-    def written(field: Text) -> str:
-        text = field.text.replace("±", r"$\pm$").replace("_", r"\_").replace("–", "--")
-        return rf"\textbf{{{text}}}" if field.bold else text
-
-    lines = [" & ".join(written(Text(name)) for name in head)] + [" & ".join(map(written, row)) for row in body]
-    rows = " \\\\\n".join(lines[1:])
-    columns = "l" + "r" * (len(head) - 1)
-    title = f"% {table.title} ({table.note})\n"
-    return (
-        rf"{title}\begin{{tabular}}{{{columns}}}"
-        f"\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{rows} \\\\\n\\bottomrule\n"
-        "\\end{tabular}\n"
-    )
-
-
-def to_html(table: Table) -> str:
-    head, body = grid(table)
-
-    def field(tag: str, text: Text) -> str:
-        inside = html.escape(text.text)
-        return f"<{tag}>{f'<b>{inside}</b>' if text.bold else inside}</{tag}>"
-
-    rows = ["".join(field("th", Text(name)) for name in head)]
-    rows += [field("th", row[0]) + "".join(field("td", text) for text in row[1:]) for row in body]
-    lines = [f"<tr>{row}</tr>" for row in rows]
-    caption = f"<caption><strong>{html.escape(table.title)}</strong> ({html.escape(table.note)})</caption>"
-    inside = "\n".join([f"<thead>{lines[0]}</thead>", "<tbody>", *lines[1:], "</tbody>"])
-    return f'<table class="results">\n{caption}\n{inside}\n</table>\n'
-
-
-def show(tables: Sequence[Table], console: Any = None) -> None:
-    """On a terminal, the paper's numbers under ours; as Markdown where rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print("\n".join(map(to_markdown, tables)))
-        return
-    console = console or Console()
-    for table in tables:
-        console.print(_drawn(table, narrow=console.width < NARROW))
-    console.print(f"[dim]{legend(tables)}[/dim]\n", highlight=False)
-
-
-NARROW = 76  # columns of a terminal; in fewer, averages alone are shown
-
-
-def _drawn(table: Table, *, narrow: bool) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-
-    def field(estimate: Estimate) -> str:
-        ours = number(estimate.value, estimate.se)
-        ours = f"[bold]{ours}[/bold]" if estimate.bold else ours
-        return ours if estimate.paper is None else f"{ours}\n[dim]{_paper(estimate)}[/dim]"
-
-    beside = compared(table)
-    title = f"[bold]{table.title}[/bold]\n{table.note}"
-    drawn = RichTable(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
-    head = ["method", "mean", "median", *(["apart"] if beside else []), *([] if narrow else ["best", "lost", "s"])]
-    for i, name in enumerate(head):
-        drawn.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
-    for row in table.rows:
-        apart_from_paper = [f"\n[dim]{_difference(row.median)}[/dim]"] if beside else []
-        rest = [field(row.best), row.diverged.replace(" of ", "/"), f"{row.seconds:.1f}"]
-        drawn.add_row(row.label, field(row.mean), field(row.median), *apart_from_paper, *([] if narrow else rest))
-    return drawn
+def show(found: Sequence[Table], console: Any = None) -> None:
+    """On a terminal."""
+    writing.show(lambda narrow: [brief(table, narrow) for table in found], legend(found), console)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Callable
@@ -251,6 +253,50 @@ def test_wrong_image_files_are_named(content: bytes, tmp_path: Path, trusted: Tr
     (tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
     trusted(tmp_path)
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz (must hold 60000 x 28 x 28|is not a whole gzip)"):
+        load("fashion-mnist", data_dir=tmp_path)
+
+
+def idx(shape: tuple[int, ...], value: int = 0) -> bytes:
+    """A whole file of one value, as Fashion-MNIST's are."""
+    header = bytes([0, 0, 8, len(shape)]) + b"".join(struct.pack(">I", length) for length in shape)
+    return header + bytes([value]) * math.prod(shape)
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+WHOLE = {IMAGES: (60_000, 28, 28), LABELS: (60_000,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (IMAGES, idx((60_000, 28, 28))[:-1], "must hold 60000 x 28 x 28 bytes in idx format, but does not"),
+        (IMAGES, idx((60_000, 28, 28)) + b"0", "must hold 60000 x 28 x 28 bytes"),
+        (IMAGES, idx((60_000, 28, 27)), "must hold 60000 x 28 x 28 bytes"),
+        (IMAGES, idx((10_000, 28, 28)), "must hold 60000 x 28 x 28 bytes"),
+        (LABELS, idx((10_000,)), "must hold 60000 bytes in idx format, but does not"),
+        (LABELS, idx((60_000, 1)), "must hold 60000 bytes in idx format, but does not"),
+        (LABELS, idx((60_000,), 10), "must hold labels from 0 to 9, but holds 10"),
+    ],
+    ids=["truncated", "too long", "shape", "the other part", "labels", "axes", "label"],
+)
+def test_wrong_fashion_mnist_files_are_named(
+    name: str, content: bytes, message: str, tmp_path: Path, trusted: Trust
+) -> None:
+    (tmp_path / "fashion-mnist").mkdir()
+    for file, shape in WHOLE.items():
+        written = content if file == name else idx(shape)
+        (tmp_path / "fashion-mnist" / file).write_bytes(gzip.compress(written, 1))
+    trusted(tmp_path)
+    with pytest.raises(DataError, match=rf"^fashion-mnist/{re.escape(name)} {message}"):
+        load("fashion-mnist", data_dir=tmp_path)
+
+
+def test_a_truncated_label_file_is_named(tmp_path: Path, trusted: Trust) -> None:
+    (tmp_path / "fashion-mnist").mkdir()
+    (tmp_path / "fashion-mnist" / IMAGES).write_bytes(gzip.compress(idx(WHOLE[IMAGES]), 1))
+    (tmp_path / "fashion-mnist" / LABELS).write_bytes(gzip.compress(idx(WHOLE[LABELS]), 1)[:-9])
+    trusted(tmp_path)
+    with pytest.raises(DataError, match=r"^fashion-mnist/train-labels-idx1-ubyte\.gz is not a whole gzip file"):
         load("fashion-mnist", data_dir=tmp_path)
 
 

@@ -59,7 +59,8 @@ def made(
         **other,
     }
     (folder / "cell.json").write_text(json.dumps(described, allow_nan=False))
-    np.savez(folder / "curves.npz", steps=steps, test=test, **dict.fromkeys(NAMES, path))
+    seconds = np.linspace(1.0, 2.0, len(test)) * (1 + len(method))
+    np.savez(folder / "curves.npz", steps=steps, test=test, seconds=seconds, **dict.fromkeys(NAMES, path))
     return read(folder)
 
 
@@ -207,13 +208,13 @@ def test_every_figure_draws_a_real_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", range(1, 9))
 def test_one_panel_a_data_set(count: int, tmp_path: Path) -> None:
     datasets = [name for name in panels.PROTOCOLS if name not in ("digits", "diabetes")][:count]
-    figure = figure_of("uci-cdfs", [made(tmp_path, dataset=dataset) for dataset in datasets])
+    figure = figure_of("cdfs", [made(tmp_path, dataset=dataset) for dataset in datasets])
     assert [axes.get_title() for axes in figure.axes] == [title_of(dataset) for dataset in datasets]
     assert figures._shape(count)[1] <= 4
 
 
 def test_one_panel_a_method_that_tunes_the_learning_rate(tmp_path: Path) -> None:
-    figure = figure_of("uci-learning-rates", made_many(tmp_path, ["uci-energy"]))
+    figure = figure_of("learning-rates", made_many(tmp_path, ["uci-energy"]))
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == [row.label for row in METHODS.values() if "lr" in row.options.get("tune", ("lr",))]
     assert METHODS["random"].label not in titles and METHODS["lorraine"].label not in titles
@@ -232,4 +233,4 @@ def test_nothing_to_show(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         figure_of("demo", [made(tmp_path)])
     with pytest.raises(UsageError):
-        figure_of("uci-learning-rates", [made(tmp_path, "random")])
+        figure_of("learning-rates", [made(tmp_path, "random")])

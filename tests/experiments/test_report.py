@@ -122,7 +122,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
 def test_figures_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
     made(tmp_path, "lorraine")
     found = Outline(report.write(tmp_path).read_text())
-    assert len(found.images) == 2
+    assert len(found.images) == 3
 
 
 def test_what_differs_between_runs_is_listed(tmp_path: Path) -> None:

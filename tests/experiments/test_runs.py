@@ -26,9 +26,22 @@ def test_a_cell_says_what_it_is(tmp_path: Path) -> None:
     assert {"onepass", "torch", "python"} <= set(cell.versions)
     curves = cell.curves()
     assert curves["steps"].tolist() == [10, 20, 30]
+    assert curves["seconds"].shape == (3,) and (curves["seconds"] > 0).all()
     assert curves["test"].shape == curves["lr"].shape == (3, 4)
     assert curves["test"][-1].tolist() == pytest.approx(cell.test, rel=1e-6)
     assert [path.name for path in (tmp_path / "diabetes").iterdir()] == ["one-pass"]
+
+
+def test_a_cell_cut_into_parts_of_whole_runs(tmp_path: Path) -> None:
+    cell = compute(replace(REQUEST, steps=25), tmp_path)
+    curves = dict(np.load(cell.folder / "curves.npz"))
+    assert curves["steps"].tolist() == [10, 20, 25]
+    for seconds, expected in (([4.0, 8.0, 1.0], [2.5, 5.0, 1.25]), ([4.0, np.nan, 1.0], [2.5, 1.25])):
+        np.savez(cell.folder / "curves.npz", **{**curves, "seconds": np.array(seconds)})
+        assert cell.runtimes().tolist() == expected  # 4 starts
+    del curves["seconds"]
+    np.savez(cell.folder / "curves.npz", **curves)
+    assert cell.runtimes().tolist() == cell.to_json()["runtimes"] == []
 
 
 def test_json_has_what_was_promised(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from onepass.experiments import tables
+from onepass.experiments import tables, writing
 from onepass.experiments.runs import Cell, Request
 from onepass.experiments.tables import number
 
@@ -76,6 +76,25 @@ def test_the_paper_s_number_stands_beside_ours() -> None:
     assert [row.median.bold for row in table.rows] == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("dataset", "published"),
+    [("fashion-mnist", [(0.369, 0.001), (0.1316, 0.0006)]), ("fashion-mnist-batchnorm", [(0.368, 0.003), None])],
+)
+def test_both_metrics_of_the_second_table(dataset: str, published: list[tuple[float, float] | None]) -> None:
+    ours = replace(
+        cell("one-pass-wd-lr-m", [0.36, 0.37, 0.38], dataset),
+        request=Request(dataset, "one-pass-wd-lr-m", 3, 10_000),
+        metric="test cross-entropy",
+        others={"test error": [0.13, math.nan, 0.14]},
+    )
+    found = tables.results([ours])
+    assert [table.title.split(": ")[1] for table in found] == ["test cross-entropy", "test error"]
+    medians = [table.rows[0].median for table in found]
+    assert [one.value for one in medians] == pytest.approx([0.37, 0.135])
+    assert [None if one.paper is None else (one.paper, one.paper_se) for one in medians] == published
+    assert [table.rows[0].diverged for table in found] == ["0 of 3", "1 of 3"]
+
+
 def test_kin8nm_is_shown_times_a_thousand() -> None:
     (table,) = tables.results([cell("one-pass-wd-lr-m", [0.007, 0.0071, 0.0072], "kin8nm")])
     assert table.title == "Kin8nm: test MSE x 1 000"
@@ -87,11 +106,11 @@ def test_kin8nm_is_shown_times_a_thousand() -> None:
 def test_one_table_a_data_set() -> None:
     found = tables.results([*CELLS, cell("random", [1.0, 2.0], "diabetes")])
     assert [table.title for table in found] == ["UCI Energy: test MSE", "Diabetes: test MSE"]
-    assert tables.grid(found[1])[0] == ["method", "mean", "median", "best", "diverged", "seconds"]
+    assert tables.grid(found[1]).head == ["method", "mean", "median", "best", "diverged", "seconds"]
 
 
 def test_markdown() -> None:
-    text = tables.to_markdown(tables.results(CELLS)[0])
+    text = writing.to_markdown(tables.grid(tables.results(CELLS)[0]))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(CELLS)
     assert len({line.count("|") for line in lines}) == 1
@@ -99,7 +118,8 @@ def test_markdown() -> None:
 
 
 def test_latex() -> None:
-    text = tables.to_latex(tables.results([replace(CELLS[1], device="a_b")])[0])
+    (table,) = tables.results([replace(CELLS[1], device="a_b")])
+    text = writing.to_latex(tables.grid(table))
     inside = text.split("\\midrule")[1].split("\\bottomrule")[0].strip().splitlines()
     assert [line.count("&") for line in inside] == [10]
     assert text.count("{") == text.count("}")
@@ -122,7 +142,7 @@ class Tags(HTMLParser):
 
 def test_html_is_closed_and_escaped() -> None:
     (table,) = tables.results([replace(one, device="<fast & cheap>") for one in CELLS])
-    text = tables.to_html(table)
+    text = writing.to_html(tables.grid(table))
     tags = Tags()
     tags.feed(text)
     assert not tags.open
