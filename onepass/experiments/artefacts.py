@@ -30,7 +30,6 @@ LARGER = FASHION  # those whose runtimes the paper shows
 REGRESSION, CLASSIFICATION = ("diabetes",), ("digits",)  # they need no download
 ALL = tuple(METHODS)
 TUNING_LR = tuple(name for name, row in METHODS.items() if row.tunes("lr"))
-ONE_START = tuple(name for name, row in METHODS.items() if row.best_of == 1)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ ARTEFACTS: dict[str, Artefact] = {
         _runtime_files,
         LARGER,
         (*UCI, *LARGER),
-        ONE_START,
+        runtimes.ONE_START,
         (*REGRESSION, *CLASSIFICATION),
         runtimes.show,
     ),

@@ -21,6 +21,7 @@ from onepass.experiments.tables import note, number, settings
 from onepass.experiments.writing import Grid, Text
 
 PLAIN = "random"  # what the others are compared with
+ONE_START = tuple(name for name, row in METHODS.items() if row.best_of == 1)  # of the rest, several make one result
 
 
 class Runtimes(NamedTuple):
@@ -50,12 +51,16 @@ class Runtimes(NamedTuple):
 def results(cells: Sequence[Cell]) -> list[Runtimes]:
     """Of what can be compared: the same data, size of runs and device."""
     groups: dict[Any, dict[str, Array]] = {}
-    for cell in cells:
+    for cell in _timed(cells):
         seconds = cell.runtimes()
         if len(seconds):
             key = cell.request.dataset, settings(cell.request), note(cell.request, cell.device)
             groups.setdefault(key, {})[cell.request.method] = seconds
     return [Runtimes(dataset, about, seconds) for (dataset, _, about), seconds in groups.items()]
+
+
+def _timed(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.request.method in ONE_START]
 
 
 def grid(found: Runtimes, narrow: bool = False) -> Grid:
@@ -100,7 +105,7 @@ def left_out(cells: Sequence[Cell]) -> str:
     >>> left_out([])
     ''
     """
-    timeless = [f"{c.request.dataset}, {c.request.method}" for c in cells if not len(c.runtimes())]
+    timeless = [f"{c.request.dataset}, {c.request.method}" for c in _timed(cells) if not len(c.runtimes())]
     if not timeless:
         return ""
     shown = "; ".join(timeless[:3]) + (f" and {len(timeless) - 3} more" if len(timeless) > 3 else "")

@@ -67,8 +67,13 @@ def test_only_the_same_machine_and_size_is_compared(tmp_path: Path) -> None:
     ]
 
 
+def test_starts_that_only_count_together_are_not_timed(tmp_path: Path) -> None:
+    assert runtimes.results([timed(tmp_path, "random-3-batched", [1.0])]) == []
+    assert {"random-3-batched"} == {*METHODS} - {*runtimes.ONE_START}
+
+
 def test_many_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    methods = list(METHODS)[:5]
+    methods = runtimes.ONE_START[:5]
     cells = [timed(tmp_path, method, [math.nan]) for method in methods]
     named = "; ".join(f"uci-energy, {method}" for method in methods[:3])
     assert runtimes.left_out(cells).endswith(f"kept no times: {named} and 2 more.")
