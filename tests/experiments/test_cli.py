@@ -116,7 +116,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
 
 MISTAKES = [
     (["run", "uci-enrgy", "one-pass"], "unknown data set 'uci-enrgy'; did you mean uci-energy?"),
-    (["run", "penn-treebank", "one-pass"], "no protocol for penn-treebank yet"),
+    (["run", "cifar-10", "one-pass"], "no protocol for cifar-10 yet"),
     (["run", "diabetes", "one-pas"], "unknown method 'one-pas'; did you mean one-pass?"),
     (["reproduce", "uci-cdf"], "unknown artefact 'uci-cdf'; did you mean uci-cdfs?"),
     (["reproduce", "uci", "--methods", "baydn"], "unknown method 'baydn'; did you mean baydin?"),
