@@ -4,10 +4,10 @@ r"""One layer of an LSTM over all its time steps, as one function with a derivat
     z_t = p_t + W h_{t-1}, \quad i, f, o = \sigma(z_t^{i,f,o}), \; g = \tanh(z_t^g), \quad
     c_t = f c_{t-1} + i g, \quad h_t = o \tanh(c_t),
 
-with :math:`p_t` what the inputs bring. Autograd through the loop would do twice as many operations on the way back, and
-make a matrix as large as :math:`W` at every time step; here whatever does not depend on the next time step is computed
-for all of them at once, the derivative by :math:`W` in one matrix product. Being written in differentiable operations
-of the function's own inputs and outputs, the derivative can be differentiated again.
+with :math:`p_t` what the inputs bring. Autograd through the loop would do nearly three times as many operations on the
+way back, and make a matrix as large as :math:`W` at every time step; here whatever does not depend on the next time
+step is computed for all of them at once, the derivative by :math:`W` in one matrix product. Being written in
+differentiable operations of the function's own inputs and outputs, the derivative can be differentiated again.
 
 Tensors have a leading axis, which ``torch.vmap`` makes as long as there are replicas: ``p`` is ``(1, time, rows, 4
 width)``, ``W`` is ``(1, 4 width, width)``, the state before the first step twice ``(1, rows, width)``.
