@@ -221,6 +221,8 @@ def made_by(method: Method, state: State, **arguments: Any) -> dict[str, Any]:
         "through_state": method.through_state,
         "unroll": method.unroll,
         "estimator": method.estimator,
+        "curvature": method.curvature,
+        "clip_norm": method.clip_norm,
         "guard": str(method.guard),
         "hyper_optimizer": str(settings),
         "model": str({n: tuple(s) for n, s in zip(stack.names, stack.shapes, strict=True)}),

@@ -103,8 +103,8 @@ def block_size(method: Method, state: State, taken: Taken, valid: Any, asked: in
     weights = state.now.weights
     replicas, device = weights.shape[0], weights.device
     kept = _kept(method, state) // replicas
-    one, two = (_peak(method, state, taken, valid, number) for number in (1, min(2, replicas)))
-    more = max(two - one, 1) if replicas > 1 else one
+    one = _peak(method, state, taken, valid, 1)
+    more = max(_peak(method, state, taken, valid, 2) - one, 1) if replicas > 1 else one
     free = 0.9 * available(device)
 
     def needed(size: int) -> int:

@@ -135,8 +135,10 @@ def _command(commands: Any, name: str, function: Callable[[Any], None], about: s
 
 
 def _settings(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--replicas", type=_count, help="random starts (default: the paper's: 200, of Fashion-MNIST 100)")
-    one.add_argument("--steps", type=_count, help="weight steps (default: the paper's: 4000, of Fashion-MNIST 10000)")
+    one.add_argument(
+        "--replicas", type=_count, help="random starts (default: 200; 100 of Fashion-MNIST; 8 of Penn Treebank)"
+    )
+    one.add_argument("--steps", type=_count, help="weight steps (default: the paper's: 4000, 10000, 23910)")
     one.add_argument("--seed", type=int, default=0, help="of starts and weights (default %(default)s)")
     one.add_argument("--split", type=int, help="a clean numbered split, 0 to 19, instead of the paper's rows")
     one.add_argument("--device", type=_device, default=None, help="cpu, cuda, cuda:1 (default: a GPU if there is one)")

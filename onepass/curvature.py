@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -113,25 +113,26 @@ def gauss_newton(loss: LossApart, weights: Tensors, extra: Tensors = ()) -> Prod
     return Products(_sum(through_outputs, [d.detach() for d in direct]), hessian, mixed)
 
 
-def finite_difference(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
-    """Difference of the gradients at ``w + εv`` and ``w``.
+def finite_difference(
+    loss: Loss, weights: Tensors, extra: Tensors = (), *, length: Callable[[Tensors], Any] | None = None
+) -> Products:
+    """Difference of the gradients at ``w + εv`` and ``w``, with ``ε = √(machine epsilon) (1 + ‖w‖) / ‖v‖``.
 
     Exact to about 4 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate).
+
+    ``length``: the norm of such tensors, to broadcast against them; by default one of all together.
     """
-    wanted = [*weights, *extra]
+    wanted, length = [*weights, *extra], length or norm
     here = _grad(loss(weights), wanted)
-    size = norm(weights)
-    precision = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5
+    step = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5 * (1 + length(weights))
 
     def along(v: Tensors) -> list[Tensor]:
-        length = norm(v)
-        if length == 0:
-            return [torch.zeros_like(x) for x in here]
-        epsilon = precision * (1 + size) / length
+        far = length(v)
+        epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing
         moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
         there = _grad(loss(moved), [*moved, *extra])
         for i, a in enumerate(here):  # in their list, so that the gradient makes room for the product
-            there[i] = (there[i] - a) / epsilon
+            there[i] = (there[i] - a) * (far / step)
         return there
 
     n = len(weights)
@@ -188,6 +189,13 @@ def norm(tensors: Tensors) -> float:
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms = [torch.linalg.vector_norm(t.detach().to(torch.promote_types(t.dtype, torch.float32))) for t in tensors]
     return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, wide) for n in norms])))
+
+
+def row_norms(tensors: Tensors) -> Tensor:
+    """The Euclidean norm of each row of a single matrix, as a column: a ``length`` where rows are trained apart."""
+    (rows,) = tensors
+    norms: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1, keepdim=True)
+    return norms
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from onepass.curvature import exact
+from onepass.curvature import exact, finite_difference, row_norms
 from onepass.guard import probation_step
 from onepass.hypergradient import look_back, unrolled
 from onepass.hyperparameters import TRANSFORMS
@@ -20,6 +20,8 @@ from onepass.linearise import Piece
 from onepass.method import Method, Taken, copied, gradient
 from onepass.replicas import Named, Record, State, Weights, chosen, completed
 from onepass.watch import judged, sent_back
+
+RowProduct = Callable[[Tensor], Tensor]
 
 
 class Steps(Protocol):
@@ -76,7 +78,7 @@ def plain_step(method: Method, state: State, values: Named, taken: Taken) -> Sta
     now = state.now
     buffers = copied(now.buffers)
     views = method.leaves(now.weights)
-    found = method.stack.join(gradient(method.losses(views, buffers, taken), views))
+    found = method.clipped(method.stack.join(gradient(method.losses(views, buffers, taken), views)))
     return _remembered(method, state, values)._replace(now=_stepped(method, now, values, found, buffers))
 
 
@@ -124,21 +126,44 @@ def linearised(
     method: Method, now: Weights, values: Named, taken: Taken, *, with_hessian: bool = True
 ) -> tuple[Piece, Callable[..., list[Tensor]] | None, Named]:
     """A step as it is differentiated: the rule's piece, products with the Hessian at ``now``, and the new buffers."""
-    buffers, views = copied(now.buffers), method.leaves(now.weights)
-
-    def loss(views: Sequence[Tensor]) -> Tensor:
-        return method.losses(views, buffers, taken).sum()
-
-    def piece(found: Sequence[Tensor]) -> Piece:
-        every = {**method.switches, **values}
-        return Piece(method.rule.update, every, now.weights, stack.join(found), now.optimizer, method.tune)
-
-    stack = method.stack
+    buffers = copied(now.buffers)
     unneeded = method.estimator == "product" or (method.unroll is None and method.lookback == 1)
-    if not with_hessian or unneeded:
-        return piece(gradient(loss(views), views)), None, buffers
-    products = exact(loss, views)
-    return piece(products.gradient), lambda v: [stack.join(products.hessian(stack.views(v[0])))], buffers
+    if with_hessian and not unneeded:
+        slope, product = PRODUCTS[method.curvature](method, now, buffers, taken)
+    else:
+        views = method.leaves(now.weights)
+        slope, product = method.stack.join(gradient(method.losses(views, buffers, taken), views)), None
+    every = {**method.switches, **values}
+    piece = Piece(method.rule.update, every, now.weights, method.clipped(slope), now.optimizer, method.tune)
+    if product is None:
+        return piece, None, buffers
+    return piece, lambda v: [product(method.through_clipping(v[0], slope))], buffers
+
+
+def _exact(method: Method, now: Weights, buffers: Named, taken: Taken) -> tuple[Tensor, RowProduct]:
+    stack = method.stack
+    products = exact(lambda views: method.losses(views, buffers, taken).sum(), method.leaves(now.weights))
+    return stack.join(products.gradient), lambda rows: stack.join(products.hessian(stack.views(rows)))
+
+
+def _finite_difference(method: Method, now: Weights, buffers: Named, taken: Taken) -> tuple[Tensor, RowProduct]:
+    """Each replica moves by a step of its own."""
+    unused = [buffers]
+
+    def loss(rows: Sequence[Tensor]) -> Tensor:
+        # The step itself comes first, and is what buffers remember; the others begin from where it began.
+        own = unused.pop() if unused else copied(now.buffers)
+        return method.losses(method.stack.views(rows[0]), own, taken).sum()
+
+    products = finite_difference(loss, [now.weights.detach().requires_grad_()], length=row_norms)
+    return products.gradient[0], lambda rows: products.hessian([rows])[0]
+
+
+# The gradients of the training losses, and products with their Hessians, in rows; the step moves the buffers.
+PRODUCTS: dict[str, Callable[[Method, Weights, Named, Taken], tuple[Tensor, RowProduct]]] = {
+    "exact": _exact,
+    "finite-difference": _finite_difference,
+}
 
 
 class Window(Sequence[Sequence[Piece]]):

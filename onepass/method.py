@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.clipping import clipped, through_clipping
 from onepass.guard import Guard
 from onepass.hyperparameters import TRANSFORMS
 from onepass.replicas import Named, State, Weights, selected
@@ -40,6 +41,8 @@ class Method:
         switches: entries of the rule that are one number, or yes or no, for everybody.
         unroll: real steps to differentiate through, instead of the look-back series.
         estimator: a name from ``ESTIMATORS``.
+        curvature: a name from ``interval.PRODUCTS``.
+        clip_norm: what the gradient of each replica is clipped to; ``None`` for as it is.
         hyper: rule and settings of the hyper-optimizer, by tuned name.
         per_replica: whether training and validation batches have an axis of replicas of their own.
         dropout: the seed of random numbers in training; ``None`` where there are none.
@@ -60,6 +63,8 @@ class Method:
     dropout: int | None = None
     idle: tuple[str, ...] = ()
     estimator: str = "series"
+    curvature: str = "exact"
+    clip_norm: float | None = None
 
     def natural(self, state: State, name: str) -> Tensor:
         return TRANSFORMS[self.rule.tunable[name]].to_natural(state.raw[name]).clamp(*state.limits[name][1:])
@@ -88,6 +93,16 @@ class Method:
     @torch.no_grad()
     def valid_loss(self, now: Weights, batch: Any) -> Tensor:
         return self.valid_losses(self.stack.views(now.weights), now.buffers, batch).double()
+
+    def clipped(self, gradients: Tensor) -> Tensor:
+        """Rows of gradients, as a weight step takes them."""
+        return gradients if self.clip_norm is None else clipped(gradients, self.clip_norm)
+
+    def through_clipping(self, cotangents: Tensor, gradients: Tensor) -> Tensor:
+        """From what a weight step takes back to the gradients of the loss."""
+        if self.clip_norm is None:
+            return cotangents
+        return through_clipping(cotangents, gradients, self.clip_norm)
 
     def _same_random(self, *purpose: object) -> AbstractContextManager[None]:
         """The same numbers whenever a step is evaluated: now, on the way back, or when the program is run again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from onepass.begin import chosen_rule, made_by, set_up
 from onepass.blocks import LANE, Block, block_size, lanes_of, members_of, merged, split
 from onepass.evaluation import LossFunction
 from onepass.guard import Guard
-from onepass.interval import middles
+from onepass.interval import PRODUCTS, middles
 from onepass.journal import PopulationHistory
 from onepass.memory import kept_warm
 from onepass.method import ESTIMATORS, Taken, idle_parameters
@@ -61,6 +62,9 @@ class Population:
         estimator: "series", or "product": minus the product of the gradient on a validation batch after a step and that
             of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is. With ``interval=1`` and the
             training data as ``valid`` that is Baydin et al. (2018).
+        curvature: how to multiply by the training Hessian: "exact", or "finite-difference" of two gradients.
+        clip_norm: clip the gradient of each replica to this Euclidean norm over all its weights, as
+            ``torch.nn.utils.clip_grad_norm_`` does, inside the step that is differentiated.
         restart: go back to the first weights after every hyper step.
         scale: name -> what its value is multiplied by after every interval; for values that are not tuned.
         seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
@@ -93,6 +97,8 @@ class Population:
         per_element: Sequence[str] = (),
         unroll: int | None = None,
         estimator: str = "series",
+        curvature: str = "exact",
+        clip_norm: float | None = None,
         restart: bool = False,
         scale: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -112,6 +118,10 @@ class Population:
             raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
+        if curvature not in PRODUCTS:
+            raise ValueError(f"curvature must be one of {sorted(PRODUCTS)}, but got {curvature!r}")
+        if clip_norm is not None:
+            _check_positive("clip_norm", clip_norm)
         self.replicas, self.seed, self.steps = replicas, seed, 0
         self._device = _checked_device(device)
         # What is recorded must be the same in every interval: the steps to differentiate through, too.
@@ -141,6 +151,8 @@ class Population:
             through_state=through_state,
             unroll=unroll,
             estimator=estimator,
+            curvature=curvature,
+            clip_norm=clip_norm,
         )
         if estimator == "product" and (self._method.tune != ("lr",) or unroll is not None or per_element):
             tuned = ", ".join(self._method.tune) or "nothing"
@@ -434,6 +446,11 @@ class Feeds(NamedTuple):
 def _check_count(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"{name} must be an integer of at least 1, but got {number!r}")
+
+
+def _check_positive(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, but got {number!r}; None switches it off")
 
 
 def _checked_device(device: str | torch.device) -> torch.device:

@@ -68,7 +68,7 @@ def alone(
 ) -> tuple[nn.Module, onepass.Tuner]:
     """Replica ``r`` of a population that has not begun, trained in a loop of its own with a ``Tuner``."""
     rule, start, per_element = settings.pop("rule", "sgd"), settings.pop("start"), settings.pop("per_element", ())
-    loss = settings.pop("loss", mse)
+    loss, clip_norm = settings.pop("loss", mse), settings.pop("clip_norm", None)
     for name in ("model", "replicas", "seed", "block", "backend"):
         settings.pop(name, None)
     begin = {name: float(value[r].flatten()[0]) for name, value in before.values().items()}
@@ -83,7 +83,7 @@ def alone(
         warnings.filterwarnings("ignore", "the run diverged")
         for _ in range(steps):
             batch = next(cycle)
-            train_step(model, optimizer, batch, loss)
+            train_step(model, optimizer, batch, loss, clip_norm=clip_norm)
             tuner.step(batch)
     return model, tuner
 

@@ -38,9 +38,18 @@ def regression(n: int = 16, dtype: torch.dtype = torch.float64, seed: int = 1) -
     return inputs, inputs.sin().sum(1, keepdim=True) + 0.1 * noise
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss: Any = mse) -> None:
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    loss: Any = mse,
+    *,
+    clip_norm: float | None = None,
+) -> None:
     optimizer.zero_grad()
     loss(model, batch).backward()
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
 
 

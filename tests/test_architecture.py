@@ -18,6 +18,7 @@ LAYERS = [
         "version",
         "hyperparameters",
         "rules",
+        "clipping",
         "curvature",
         "guard",
         "starts",

@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw per element": {"rule": "adamw", "start": {"lr": [1e-3, 1e-2, 1.0]}, "per_element": ("lr",)},
     "batch norm": {"model": normalised, "start": {"lr": [0.01, 0.05, 0.1]}, "guard": None},
     "unrolled": {"start": {"lr": [0.01, 0.05, 0.1]}, "unroll": 3, "guard": None},
+    "clipped": {"start": {"lr": [0.01, 0.05, 0.1]}, "clip_norm": 0.5, "guard": None},
+    "finite differences": {"start": {"lr": [0.01, 0.05, 0.1]}, "curvature": "finite-difference", "guard": None},
     "plain": {"tune": (), "start": {"lr": [0.01, 0.1, 0.2]}, "scale": {"lr": 0.9}},
 }
 

@@ -82,6 +82,18 @@ def test_switches(rule: str, switches: dict[str, Any]) -> None:
     assert_like_the_tuner(22, rule=rule, start={"lr": [1e-3, 1e-2], **switches}, replicas=2)
 
 
+@pytest.mark.parametrize("clip_norm", [0.3, 1.0, 1e3])
+def test_clipped_gradients(clip_norm: float) -> None:
+    """The loop around the ``Tuner`` calls ``clip_grad_norm_``: always, at times, never.
+
+    The ``Tuner`` sees the clipped gradient alone, and takes the derivative of a scaling to the norm without torch's
+    epsilon of 1e-6: a relative difference of 1e-6 divided by the length of a clipped gradient.
+    """
+    start = {"lr": [0.05, 0.3], "momentum": 0.5, "weight_decay": 1e-3}
+    settings: dict[str, Any] = {"start": start, "replicas": 2, "clip_norm": clip_norm, "lookback": 4}
+    assert_like_the_tuner(40, batches(4), tolerance=1e-9 if clip_norm == 1e3 else 1e-6, **settings)
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 

@@ -73,6 +73,10 @@ MAKING: list[tuple[dict[str, Any], str]] = [
     ({"scale": {"speed": onepass.Uniform(0.9, 1)}}, r"names in scale must be among .*but got 'speed'"),
     ({"guard": True}, r"guard must be an onepass\.Guard or None, but got True"),
     ({"unroll": 5}, r"guard must be None with unroll: it would undo the steps that are differentiated"),
+    ({"curvature": "forward"}, r"curvature must be one of \['exact', 'finite-difference'\], but got 'forward'"),
+    ({"clip_norm": 0}, r"clip_norm must be a finite number above 0, but got 0; None switches it off"),
+    ({"clip_norm": True}, r"clip_norm must be a finite number above 0, but got True"),
+    ({"clip_norm": float("inf")}, r"clip_norm must be a finite number above 0, but got inf"),
     ({"estimator": "exact"}, r"estimator must be one of \['product', 'series'\], but got 'exact'"),
     (
         {"estimator": "product", "start": {"lr": 0.1, "momentum": 0.5}},

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.usefixtures("float64")
 START: dict[str, Any] = {"lr": [0.02, 0.2, 0.05], "momentum": [0.9, 0.3, 0.6]}
 
 
-def plainly_trained(rule: str, before: nn.Module, steps: int, **values: Any) -> Tensor:
+def plainly_trained(
+    rule: str, before: nn.Module, steps: int, *, clip_norm: float | None = None, **values: Any
+) -> Tensor:
     optimizer = torch_optimizer(rule)(before.parameters(), **values)
     data = batches(3)
     for step in range(steps):
-        train_step(before, optimizer, data[step % 3])
+        train_step(before, optimizer, data[step % 3], clip_norm=clip_norm)
     return flat(before)
 
 
@@ -39,10 +41,11 @@ def test_nothing_tuned_is_plain_training(rule: str) -> None:
     assert found.history.valid_loss.isnan().all()
 
 
-def test_nothing_tuned_with_one_rate_for_all() -> None:
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_nothing_tuned_with_one_rate_for_all(clip_norm: float | None) -> None:
     before = population(tune=(), start={"lr": 0.1})
-    found = trained(25, batches(3), tune=(), start={"lr": 0.1})
-    expected = [plainly_trained("sgd", before.model(r), 25, lr=0.1) for r in range(3)]
+    found = trained(25, batches(3), tune=(), start={"lr": 0.1}, clip_norm=clip_norm)
+    expected = [plainly_trained("sgd", before.model(r), 25, lr=0.1, clip_norm=clip_norm) for r in range(3)]
     assert_close(weights(found), torch.stack(expected), 1e-12)
 
 
@@ -55,7 +58,7 @@ def sgd(raw: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def slopes_through_steps(
-    model: nn.Module, data: list[Batch], used: list[dict[str, float]], through: int
+    model: nn.Module, data: list[Batch], used: list[dict[str, float]], through: int, clip_norm: float | None
 ) -> list[float]:
     """Raw hypergradients of learning rate and momentum, by autograd through the last steps, written out by hand."""
     now = {name: p.detach() for name, p in model.named_parameters()}
@@ -69,6 +72,9 @@ def slopes_through_steps(
         leaves = {name: x.requires_grad_() for name, x in now.items()}
         loss = mse(lambda x, leaves=leaves: functional_call(model, leaves, (x,)), data[step % len(data)])
         gradient = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+        if clip_norm is not None:
+            length = torch.cat([g.flatten() for g in gradient]).norm()
+            gradient = tuple(g * (clip_norm / (length + 1e-6)).clamp(max=1) for g in gradient)
         speed = {name: momentum * speed[name] + g for name, g in zip(leaves, gradient, strict=True)}
         now = {name: now[name] - lr * speed[name] for name in now}
     valid = mse(lambda x: functional_call(model, now, (x,)), VALID)
@@ -77,9 +83,14 @@ def slopes_through_steps(
     return [by_lr * math.log(10) * last["lr"], by_momentum * last["momentum"] * (1 - last["momentum"])]
 
 
-@pytest.mark.parametrize(("interval", "unroll"), [(4, 1), (4, 3), (4, 4), (3, 5), (3, 20)])
-def test_unrolling_is_autograd_through_real_steps(interval: int, unroll: int) -> None:
+@pytest.mark.parametrize(
+    ("interval", "unroll", "clip_norm"),
+    [(4, 1, None), (4, 3, None), (4, 4, None), (3, 5, None), (3, 20, None), (4, 3, 0.5), (3, 5, 2.0)],
+)
+def test_unrolling_is_autograd_through_real_steps(interval: int, unroll: int, clip_norm: float | None) -> None:
+    """Through clipping too: with 0.5 nearly all gradients are clipped, with 2 about half."""
     settings: dict[str, Any] = {"interval": interval, "unroll": unroll, "guard": None, "hyper_optimizer": sgd}
+    settings["clip_norm"] = clip_norm
     before, data = population(start=START), batches(5)
     found = trained(2 * interval, data, start=START, **settings)
     values = [before.values(), *({n: v[i] for n, v in found.history.values.items()} for i in (0, 1))]
@@ -88,7 +99,7 @@ def test_unrolling_is_autograd_through_real_steps(interval: int, unroll: int) ->
         for i in (0, 1):
             at = {name: float(value[r]) for name, value in values[i].items()}
             used += [at] * interval
-            expected = slopes_through_steps(before.model(r), data, used, min(unroll, len(used)))
+            expected = slopes_through_steps(before.model(r), data, used, min(unroll, len(used)), clip_norm)
             seen = [float(found.history.hypergradients[name][i, r]) for name in ("lr", "momentum")]
             assert seen == pytest.approx(expected, rel=1e-9)
             after = float(values[i + 1]["lr"][r]), float(values[i + 1]["momentum"][r])
@@ -107,14 +118,16 @@ def test_unrolling_through_a_run_in_two_parts() -> None:
 # --- the product of two gradients ---
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
-def test_product_of_gradients(momentum: float) -> None:
+@pytest.mark.parametrize(("momentum", "clip_norm"), [(0.0, None), (0.8, None), (0.8, 0.5)])
+def test_product_of_gradients(momentum: float, clip_norm: float | None) -> None:
     """Baydin et al. by hand: log10 of the rate moves by the product of the new gradient and the last, after every step.
 
-    Momentum moves the weights, but not the rate.
+    Momentum moves the weights, but not the rate. The last gradient is the one that moved the weights, clipped or not;
+    the new one is the slope of the loss.
     """
     rates, beta = [0.02, 0.2, 0.05], 0.003
     settings: dict[str, Any] = {"start": {"lr": rates, "momentum": momentum}, "tune": ("lr",), "guard": None}
+    settings["clip_norm"] = clip_norm
     before = population(**settings)
     found = population(
         estimator="product", interval=1, hyper_optimizer=lambda raw: torch.optim.SGD(raw, lr=beta), **settings
@@ -124,8 +137,8 @@ def test_product_of_gradients(momentum: float) -> None:
         model, log_rate = before.model(r), math.log10(rate)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
         for _ in range(12):
-            last = torch.cat([g.flatten() for g in torch.autograd.grad(mse(model, TRAIN), list(model.parameters()))])
-            train_step(model, optimizer, TRAIN)
+            train_step(model, optimizer, TRAIN, clip_norm=clip_norm)
+            last = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             new = torch.cat([g.flatten() for g in torch.autograd.grad(mse(model, TRAIN), list(model.parameters()))])
             log_rate += beta * float(last @ new)
             optimizer.param_groups[0]["lr"] = 10**log_rate

@@ -26,7 +26,7 @@ UCI = (
 )
 IN_THE_PAPER = ("uci-energy", "kin8nm", "uci-power")
 FASHION = ("fashion-mnist", "fashion-mnist-batchnorm")
-LARGER = FASHION  # those whose runtimes the paper shows
+LARGER = (*FASHION, "penn-treebank")  # those whose runtimes the paper shows
 REGRESSION, CLASSIFICATION = ("diabetes",), ("digits",)  # they need no download
 ALL = tuple(METHODS)
 TUNING_LR = tuple(name for name, row in METHODS.items() if row.tunes("lr"))
@@ -112,6 +112,9 @@ ARTEFACTS: dict[str, Artefact] = {
     "fashion-mnist-batchnorm": results("the same with batch norm", ("fashion-mnist-batchnorm",), trial=CLASSIFICATION),
     "fashion-mnist-curves": figure("curves", FASHION, trial=CLASSIFICATION),
     "fashion-mnist-cdfs": figure("cdfs", FASHION, trial=CLASSIFICATION),
+    "penn-treebank": results("Table 2: final test perplexities", ("penn-treebank",)),
+    "penn-treebank-curves": figure("curves", ("penn-treebank",)),
+    "penn-treebank-cdfs": figure("cdfs", ("penn-treebank",)),
     "runtimes": Artefact(
         "what a run costs: distributions of its time, and how it compares with Random's",
         _runtime_files,

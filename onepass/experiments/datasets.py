@@ -16,7 +16,7 @@ import gzip
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ Sizes = tuple[int, int, int]  # rows for training, validation and test
 Array = NDArray[Any]
 
 BLOCK = 2048  # rows normalised at once: a whole image set in float64 would not fit everywhere
+UNKNOWN = "<unk>"  # what a text has in place of rare words
 CIFAR_ROWS = 10_000  # in each of its files
 
 
@@ -140,11 +141,16 @@ def _idx(name: str, shape: tuple[int, ...], data_dir: Folder) -> Array:
 def _penn_treebank(data_dir: Folder, split: None) -> Data:
     parts = [_words(sources.fetch(f"ptb/ptb.{part}.txt", data_dir)) for part in ("train", "valid", "test")]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(parts[0]))}
-    unknown = next((word for part in parts for word in part if word not in vocabulary), None)
-    if unknown is not None:
-        raise DataError(f"ptb must have no word outside its training text, but has {unknown!r}")
-    train, valid, test = (torch.tensor([vocabulary[word] for word in part]) for part in parts)
+    train, valid, test = (torch.tensor([_number(word, vocabulary) for word in part]) for part in parts)
     return Data((train,), (valid,), (test,))
+
+
+def _number(word: str, vocabulary: Mapping[str, int]) -> int:
+    if word in vocabulary:
+        return vocabulary[word]
+    if UNKNOWN not in vocabulary:
+        raise DataError(f"ptb must have no word outside its training text, which has no {UNKNOWN}, but has {word!r}")
+    return vocabulary[UNKNOWN]
 
 
 def _words(file: Path) -> list[str]:

@@ -26,7 +26,7 @@ except ImportError:  # Windows has no such locks: there, nobody warns who runs a
 import numpy as np
 import torch
 
-from onepass.experiments.datasets import Data, load
+from onepass.experiments.datasets import load
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, Outcome, train
 from onepass.experiments.statistics import Array, Summary, best_of, summary
@@ -140,7 +140,6 @@ def compute(
         return done
     protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
     data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
-    _check_batch(request.dataset, protocol.batch, data)
     folder = _folder(request, out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = folder.with_name(f".{folder.name}.pt")
@@ -172,13 +171,6 @@ def compute(
         _save(folder, _described(request, outcome, device, resumed), outcome)
         checkpoint.unlink(missing_ok=True)
     return read(folder)
-
-
-def _check_batch(dataset: str, size: int | None, data: Data) -> None:
-    rows = {"training": len(data.train[0]), "validation": len(data.valid[0])}
-    for part, number in rows.items():
-        if size is not None and size > number:
-            raise UsageError(f"mini-batches of {dataset} have {size} rows, but its {part} data has only {number}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 from onepass.cli import main
 from onepass.experiments.artefacts import ARTEFACTS
 from onepass.experiments.methods import METHODS
-from onepass.experiments.protocol import PROTOCOLS
+from onepass.experiments.protocol import PROTOCOLS, shuffled
 
 SMALL = ["--replicas", "4", "--steps", "20", "--device", "cpu"]
 
@@ -154,7 +154,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
 
 MISTAKES = [
     (["run", "uci-enrgy", "one-pass"], "unknown data set 'uci-enrgy'; did you mean uci-energy?"),
-    (["run", "penn-treebank", "one-pass"], "no protocol for penn-treebank yet"),
+    (["run", "cifar-10", "one-pass"], "no protocol for cifar-10 yet"),
     (["run", "diabetes", "one-pas"], "unknown method 'one-pas'; did you mean one-pass?"),
     (["reproduce", "uci-cdf"], "unknown artefact 'uci-cdf'; did you mean uci-cdfs?"),
     (["reproduce", "uci", "--methods", "baydn"], "unknown method 'baydn'; did you mean baydin?"),
@@ -225,9 +225,9 @@ def test_data_that_cannot_be_had(
 def test_mini_batches_larger_than_the_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(PROTOCOLS, "digits", replace(PROTOCOLS["digits"], batch=400))
-    told = fails(["run", "digits", "random", *SMALL, "--quiet", "--out", str(tmp_path)], capsys)
-    assert "mini-batches of digits have 400 rows, but its validation data has only 350" in told
+    monkeypatch.setitem(PROTOCOLS, "digits", replace(PROTOCOLS["digits"], batches=shuffled(400)))
+    told = fails(["run", "digits", "one-pass", *SMALL, "--quiet", "--out", str(tmp_path)], capsys)
+    assert "mini-batches of 400 rows cannot be drawn from 350" in told
 
 
 def test_results_of_another_configuration_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

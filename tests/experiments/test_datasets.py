@@ -247,7 +247,11 @@ def test_wrong_tables_are_named(settings: dict[str, Any], message: str, tmp_path
         load("uci-yacht", data_dir=tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"\0\0\x08\x03short"), gzip.compress(b"long" * 99)[:-9]])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(b"\0\0\x08\x03short"), gzip.compress(b"long" * 99)[:-9]],
+    ids=["no gzip", "no idx", "truncated"],  # gzip writes the time, so that content is no name
+)
 def test_wrong_image_files_are_named(content: bytes, tmp_path: Path, trusted: Trust) -> None:
     (tmp_path / "fashion-mnist").mkdir()
     (tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
@@ -300,13 +304,24 @@ def test_a_truncated_label_file_is_named(tmp_path: Path, trusted: Trust) -> None
         load("fashion-mnist", data_dir=tmp_path)
 
 
+def write_texts(folder: Path, train: str, valid: str, test: str) -> None:
+    (folder / "ptb").mkdir()
+    for part, text in (("train", train), ("valid", valid), ("test", test)):
+        (folder / "ptb" / f"ptb.{part}.txt").write_text(text)
+
+
 def test_a_word_outside_the_vocabulary(tmp_path: Path, trusted: Trust) -> None:
-    (tmp_path / "ptb").mkdir()
-    for part, text in (("train", " a b \n b c \n"), ("valid", " a \n"), ("test", " zebra \n")):
-        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text(text)
+    write_texts(tmp_path, " a b \n b c \n", " a \n", " zebra \n")
     trusted(tmp_path)
-    with pytest.raises(DataError, match="outside its training text, but has 'zebra'"):
+    with pytest.raises(DataError, match="outside its training text, which has no <unk>, but has 'zebra'"):
         load("penn-treebank", data_dir=tmp_path)
+
+
+def test_a_word_outside_the_vocabulary_counts_as_unknown(tmp_path: Path, trusted: Trust) -> None:
+    write_texts(tmp_path, " a <unk> \n b a \n", " yak b \n", " a zebra <unk> \n")
+    trusted(tmp_path)
+    data = load("penn-treebank", data_dir=tmp_path)
+    assert [part[0].tolist() for part in parts(data)] == [[0, 1, 2, 3, 0, 2], [1, 3, 2], [0, 1, 1, 2]]
 
 
 # CIFAR-10, made: 20 images a file

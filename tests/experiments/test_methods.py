@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,15 @@ from torch import nn
 import onepass
 from onepass.experiments.datasets import Data, load
 from onepass.experiments.methods import METHODS, Method
-from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, data_of, squared_error, train
+from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, data_of, language, squared_error, train
 from onepass.experiments.published import published
+from onepass.experiments.sources import DataError
+from onepass.experiments.text import next_word, windows
+from tests.experiments import language as words
 
 DATA = load("diabetes")
 PROTOCOL = PROTOCOLS["diabetes"]
+WITH_NUMBERS = ("uci-energy", "kin8nm", "uci-power", "fashion-mnist", "fashion-mnist-batchnorm", "penn-treebank")
 IN_THE_PAPER = [name for name, row in METHODS.items() if row.title != row.label or name[:8] != "one-pass"]
 
 
@@ -86,6 +90,9 @@ def test_every_protocol_fits_its_data(name: str, request: pytest.FixtureRequest)
     folder = None if name in ("digits", "diabetes") else request.getfixturevalue("real_data")
     protocol = PROTOCOLS[name]
     data = load(protocol.data or name, data_dir=folder)
+    if data_of(name).kind == "text":  # a small network on the beginning of it: the whole takes minutes
+        protocol = language(width=8, sequences=4, length=6)
+        data = Data(data.train, (data.valid[0][:200],), (data.test[0][:200],))
     found = train(protocol, METHODS["one-pass"], data, replicas=2, steps=2)
     assert found.test.isfinite().all()
     assert set(found.others) == ({"test error"} if data_of(name).kind == "classification" else set())
@@ -93,12 +100,71 @@ def test_every_protocol_fits_its_data(name: str, request: pytest.FixtureRequest)
     for metric, table in protocol.published.items():
         assert metric in (protocol.metric, *protocol.others)
         in_paper = published(table, name, "Random") is not None
-        assert in_paper == (name in ("uci-energy", "kin8nm", "uci-power", "fashion-mnist", "fashion-mnist-batchnorm"))
+        assert in_paper == (name in WITH_NUMBERS)
+
+
+# --- text ---
+
+TINY = language(width=5, sequences=3, length=6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_on_text(name: str) -> None:
+    text = words.data()
+    found = train(TINY, METHODS[name], text, replicas=3, steps=20)
+    for perplexities in (found.test, found.valid):
+        assert ((perplexities > 1) & (perplexities < 30)).all()
+    assert found.curve_test[-1].tolist() == found.test.tolist() and not found.others
+
+
+def test_clipping_and_curvature_belong_to_the_data() -> None:
+    """Every method gets them; by hand, one of them gives the same."""
+    text, parts = words.data(), []
+    for kind in ("train", "valid"):
+        parts.append(windows(getattr(text, kind)[0], 3, 6))
+    population = onepass.Population(
+        lambda: TINY.make_model(text),
+        next_word,
+        replicas=3,
+        start=STARTS,
+        clip_norm=0.25,
+        curvature="finite-difference",
+        **METHODS["diff-through-opt"].options,
+    )
+    population.run(*parts, steps=20)
+    found = train(TINY, METHODS["diff-through-opt"], text, replicas=3, steps=20)
+    assert {name: value.tolist() for name, value in population.values().items()} == {
+        name: value.tolist() for name, value in found.end.items()
+    }
+
+
+def test_random_reads_training_and_validation_text_one_after_the_other() -> None:
+    text = words.data()
+    joined = Data((torch.cat([text.train[0], text.valid[0]]),), text.valid, text.test)
+    row = METHODS["random"]
+    found = train(TINY, row, text, replicas=2, steps=20)
+    expected = train(TINY, replace(row, trains_on="training"), joined, replicas=2, steps=20)
+    assert torch.equal(found.test, expected.test)
+
+
+def test_a_text_that_is_too_short_is_told() -> None:
+    text = words.data()._replace(valid=(torch.arange(20),))
+    with pytest.raises(DataError, match="at least 21 words for 3 sequences of windows of 6, but has 20"):
+        train(TINY, METHODS["one-pass"], text, replicas=2, steps=2)
+
+
+def test_the_paper_s_language_model() -> None:
+    protocol = PROTOCOLS["penn-treebank"]
+    model: Any = protocol.make_model(Data((torch.tensor([0, 9_999]),), (), ()))
+    assert model.embedding.weight.shape == model.decoder.weight.shape == (10_000, 650)
+    assert model.lstm.num_layers == 2 and model.state.shape == (2, 2, 40, 650)
+    batches = protocol.batches((torch.zeros(929_589, dtype=torch.int64),))
+    assert batches[0][0].shape == (70, 40) and protocol.steps // len(batches) == 72
 
 
 def test_a_loss_beyond_reason_counts_as_diverged() -> None:
     limit = float(trained("random").test.median())
-    protocol = dataclasses.replace(PROTOCOL, lost_above=limit)
+    protocol = replace(PROTOCOL, lost_above=limit)
     found = train(protocol, METHODS["random"], DATA, replicas=3, steps=20)
     assert found.test.isnan().sum() == 1
 
