@@ -174,6 +174,7 @@ def set_up(
             raise ValueError(f"scale must not move what is tuned, but got {name!r} in both")
     limits = {name: limits_of(rule, name, columns[name], bounds) for name in (*names, *factors)}
     hyper = hyper_rules(hyper_optimizer, raw)
+    whole_run = options.get("estimator") == "whole-run"
     now = Weights(weights, buffers, {"step": torch.zeros(replicas, 1, dtype=weights.dtype)})
     guard = guard if "lr" in names else None  # without a learning rate to lower, going back would only repeat itself
     method = Method(stack=stack, rule=rule, switches=shared, tune=names, guard=guard, hyper=hyper, **options)
@@ -188,6 +189,8 @@ def set_up(
         point=None,
         window=[],
         begin=now if restart else None,
+        sensitivities={name: {"weights": torch.zeros_like(weights)} for name in names} if whole_run else {},
+        age=torch.zeros(replicas, 1, dtype=torch.float64),
     )
     return method, state
 

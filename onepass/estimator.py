@@ -17,21 +17,31 @@ from onepass.hyperparameters import Hyperparameter
 from onepass.linearise import Piece
 from onepass.rules import Rule
 from onepass.snapshot import Snapshot, drained
+from onepass.whole_run import WholeRun
 
 # The derivative by each piece's tuned values, and by the hyperparameters inside the loss.
 Found = tuple[list[dict[str, Tensor]], list[Tensor]]
 
 
+ESTIMATORS = {
+    "series": "the look-back series",
+    "whole-run": "the same through the whole run so far, where the look-back series has the same sign",
+}
+
+
 class Estimator:
-    """Hypergradients by the look-back series, with the curvature that was asked for."""
+    """Hypergradients as they were asked for: how far they look, and with what curvature."""
 
     def __init__(
-        self, evaluation: Evaluation, rule: Rule, *, lookback: int, through_state: bool, curvature: str
+        self, evaluation: Evaluation, rule: Rule, *, lookback: int, through_state: bool, curvature: str, estimator: str
     ) -> None:
         if isinstance(lookback, bool) or not isinstance(lookback, int) or lookback < 1:
             raise ValueError(f"lookback must be an integer of at least 1, but got {lookback}")
         if curvature != "auto" and curvature not in CURVATURES:
             raise ValueError(f"curvature must be 'auto' or one of {sorted(CURVATURES)}, but got {curvature!r}")
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
+        self.past = WholeRun(through_state=through_state) if estimator == "whole-run" else None
         self._evaluation, self._rule = evaluation, rule
         self._lookback, self._through_state = lookback, through_state
         self._rule_checked = False
@@ -54,6 +64,7 @@ class Estimator:
         model and leaves its list as it is used; ``again`` makes it anew should a kernel have no second derivative.
         """
         found: Found | None = None
+        kept = list(valid_gradient) if self.past else []
         try:
             found = self._series(batch, snapshot, valid_gradient, used, extra)
         except NoSecondDerivative as error:
@@ -65,7 +76,7 @@ class Estimator:
             for entry in _of_group(used, joined.group):
                 h, derivative = entry.hyperparameter, entry.factor * derivatives[entry.name]
                 total[h] = total[h] + derivative if h in total else derivative
-        return total
+        return self.past.agreed(total, kept) if self.past else total
 
     def _series(
         self,
@@ -80,10 +91,12 @@ class Estimator:
             self._rule_checked = True
             _check_rule(pieces, snapshot)
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
-        if self._lookback == 1 and not inside:
+        if self._lookback == 1 and not inside and self.past is None:
             return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
         old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
         names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
+        if self.past is not None:
+            self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
         with self._evaluation.training(batch, names, twice=twice) as loss:
             products = CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
             through_clipping = _clipping(snapshot.gradients, lambda: snapshot.join(products.gradient))
@@ -99,6 +112,13 @@ class Estimator:
                 through_state=self._through_state,
                 cotangents=bool(inside),
             )
+            if self.past is not None:
+
+                def forward(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+                    along = products.hessian(_in_dtype_of(parameters, snapshot.split(weights)))
+                    return through_clipping(list(snapshot.join(drained(along))))  # its derivative is symmetric
+
+                self.past.carry_on(pieces, [j.group for j in snapshot.pieces], used, forward)
             return values, products.mixed(to_loss(cotangents)) if inside else []
 
     def _piece(self, snapshot: Snapshot, index: int, used: Sequence[Used]) -> Piece:

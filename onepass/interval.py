@@ -7,7 +7,7 @@ so do not care that a leading axis runs over replicas. The sum of all replicas' 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,21 @@ from onepass.hypergradient import look_back, unrolled
 from onepass.hyperparameters import TRANSFORMS
 from onepass.linearise import Piece
 from onepass.method import Method, Taken, copied, gradient
-from onepass.replicas import Named, Record, State, Weights, chosen, completed
+from onepass.replicas import Named, Record, State, Weights, chosen, completed, forgotten
+from onepass.sensitivity import agreed, carried_on, ramp
 from onepass.watch import judged, sent_back
 
 RowProduct = Callable[[Tensor], Tensor]
+
+
+class StepProducts(NamedTuple):
+    """Products with the derivative, by the weights, of the gradients that a step saw: the Hessian, and any clipping.
+
+    ``back``: of a cotangent of these gradients. ``forward``: of a change of the weights.
+    """
+
+    back: Callable[[Sequence[Tensor]], list[Tensor]]
+    forward: RowProduct
 
 
 class Steps(Protocol):
@@ -86,17 +97,24 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
     """The last weight step of an interval, and a step of the hyperparameters."""
     before = state.now
     state = _remembered(method, state, values)
-    piece, hessian, buffers = linearised(method, before, values, taken[-1], with_hessian=method.unroll is None)
+    piece, products, buffers = linearised(method, before, values, taken[-1], with_hessian=method.unroll is None)
     now = _stepped(method, before, values, piece.gradient, buffers)
     loss, valid_gradient = _validation(method, now, valid)
     state, back, again = judged(method, state._replace(now=now), before, loss, valid)
     if method.estimator == "product":
         slopes = {"lr": gradient_product(piece.gradient, valid_gradient).to(state.raw["lr"].dtype)}
     else:
-        found = _derivatives(method, state, piece, hessian, valid_gradient, taken)
+        found = _derivatives(method, state, piece, products, valid_gradient, taken)
         slopes = {name: _raw_slope(method, state, name, found[name]) for name in method.tune}
+    finite = _finite(loss, slopes)
+    if method.estimator == "whole-run":
+        assert products is not None
+        state = _carried_on(method, state, piece, products)
+        far = {name: _far(state, name, valid_gradient) for name in slopes}
+        finite = finite & _finite(loss, far)
+        state = forgotten(state, ~finite)
+        slopes = {name: agreed(far[name], near) for name, near in slopes.items()}
     with torch.no_grad():
-        finite = torch.stack([loss.isfinite(), *(slope.isfinite().all(1) for slope in slopes.values())]).all(0)
         state = _moved(method, state, slopes, finite & ~back)
         state = sent_back(method, state, back, again)
         taken_from = {name: chosen(back, torch.full_like(slope, torch.nan), slope) for name, slope in slopes.items()}
@@ -104,14 +122,35 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
 
 
 def _derivatives(
-    method: Method, state: State, piece: Piece, hessian: Any, valid_gradient: Tensor, taken: Sequence[Taken]
+    method: Method,
+    state: State,
+    piece: Piece,
+    products: StepProducts | None,
+    valid_gradient: Tensor,
+    taken: Sequence[Taken],
 ) -> Named:
     """Of the validation loss, by every tuned value in natural units."""
     if method.unroll is None:
         options = {"lookback": method.lookback, "through_state": method.through_state}
-        return look_back([piece], [valid_gradient], hessian, **options)[0][0]  # type: ignore[arg-type]
+        back = products.back if products is not None else None
+        return look_back([piece], [valid_gradient], back, **options)[0][0]  # type: ignore[arg-type]
     window = Window(method, state.window, taken[-len(state.window) :])
     return unrolled(window, [valid_gradient], window.hessians)[0][0]
+
+
+@torch.no_grad()
+def _carried_on(method: Method, state: State, piece: Piece, products: StepProducts) -> State:
+    """Sensitivities after the step that ``piece`` is."""
+    kept, found, options = ramp(state.age), {}, {"through_state": method.through_state}
+    for name, before in state.sensitivities.items():
+        seed = TRANSFORMS[method.rule.tunable[name]].slope(method.natural(state, name)).to(method.stack.dtype)
+        old = {key: kept.to(tensor.dtype) * tensor for key, tensor in before.items()}
+        (found[name],) = carried_on([piece], [old], [{name: seed}], lambda w: [products.forward(w[0])], **options)
+    return state._replace(sensitivities=found, age=state.age + 1)
+
+
+def _far(state: State, name: str, valid_gradient: Tensor) -> Tensor:
+    return (valid_gradient * state.sensitivities[name]["weights"]).sum(1, keepdim=True).to(state.raw[name].dtype)
 
 
 def gradient_product(last: Tensor, new: Tensor) -> Tensor:
@@ -124,11 +163,11 @@ def gradient_product(last: Tensor, new: Tensor) -> Tensor:
 
 def linearised(
     method: Method, now: Weights, values: Named, taken: Taken, *, with_hessian: bool = True
-) -> tuple[Piece, Callable[..., list[Tensor]] | None, Named]:
+) -> tuple[Piece, StepProducts | None, Named]:
     """A step as it is differentiated: the rule's piece, products with the Hessian at ``now``, and the new buffers."""
     buffers = copied(now.buffers)
-    unneeded = method.estimator == "product" or (method.unroll is None and method.lookback == 1)
-    if with_hessian and not unneeded:
+    short = method.estimator == "series" and method.unroll is None and method.lookback == 1
+    if with_hessian and not short and method.estimator != "product":
         slope, product = PRODUCTS[method.curvature](method, now, buffers, taken)
     else:
         views = method.leaves(now.weights)
@@ -137,7 +176,11 @@ def linearised(
     piece = Piece(method.rule.update, every, now.weights, method.clipped(slope), now.optimizer, method.tune)
     if product is None:
         return piece, None, buffers
-    return piece, lambda v: [product(method.through_clipping(v[0], slope))], buffers
+    products = StepProducts(
+        back=lambda v: [product(method.through_clipping(v[0], slope))],
+        forward=lambda rows: method.through_clipping(product(rows), slope),  # both derivatives are symmetric
+    )
+    return piece, products, buffers
 
 
 def _exact(method: Method, now: Weights, buffers: Named, taken: Taken) -> tuple[Tensor, RowProduct]:
@@ -180,7 +223,7 @@ class Window(Sequence[Sequence[Piece]]):
     def __getitem__(self, t: Any) -> Any:
         return [self.evaluated(t % len(self))[0]]
 
-    def evaluated(self, t: int) -> tuple[Piece, Callable[..., list[Tensor]] | None, Named]:
+    def evaluated(self, t: int) -> tuple[Piece, StepProducts | None, Named]:
         if self._at[0] != t:
             self._at = (-1, None)  # makes room before the next graph is built
             now, values = self._steps[t]
@@ -196,7 +239,8 @@ class _Hessians(Sequence[Any]):
         return len(self._window)
 
     def __getitem__(self, t: Any) -> Any:
-        return self._window.evaluated(t)[1]
+        products = self._window.evaluated(t)[1]
+        return products.back if products is not None else None
 
 
 @torch.no_grad()
@@ -205,6 +249,10 @@ def _stepped(method: Method, now: Weights, values: Named, gradient: Tensor, buff
     if method.idle:
         update = method.stack.only([name for name in method.stack.names if name not in method.idle], update)
     return Weights(now.weights - update, buffers, optimizer)
+
+
+def _finite(loss: Tensor, slopes: Named) -> Tensor:
+    return torch.stack([loss.isfinite(), *(slope.isfinite().all(1) for slope in slopes.values())]).all(0)
 
 
 @torch.no_grad()

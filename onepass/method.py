@@ -29,6 +29,7 @@ class Taken(NamedTuple):
 
 ESTIMATORS = {
     "series": "derivatives of the validation loss by all tuned values: the look-back series, or exact with `unroll`",
+    "whole-run": "the same through the whole run so far, where the look-back series has the same sign",
     "product": "minus the product of a new gradient and the last, for lr alone, in raw space as it is",
 }
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from onepass.rules import RULES, Rule
+from onepass.rules import RULES, Rule, State, Values
 from onepass.snapshot import named_values
 
 Number = float | Tensor
@@ -108,6 +108,28 @@ class AdamW(Adam):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+
+
+def steady_adam(h: Values, w: Tensor, g: Tensor, s: State) -> tuple[Tensor, dict[str, Any]]:
+    """``u = lr * r * min(|r|, 1)`` with Adam's ratio ``r = m / sqrt(v)`` of the mean gradient to its size."""
+    unit, state = RULES["adam"].update({**h, "lr": 1.0, "weight_decay": 0.0, "amsgrad": False}, w, g, s)
+    return h["lr"] * unit * unit.abs().clamp(max=1.0), state
+
+
+class SteadyAdam(_RuleOptimizer):
+    """Adam that takes its full step only where gradients are steady; where they are mostly noise, a far shorter one.
+
+    Made for hyperparameters, whose gradients are both in one run: all of one sign while a learning rate is wrong by
+    orders of magnitude, and noise once it is right. With ``betas=(0.9, 0.95)``, noise alone moves Adam by 0.23 ``lr`` a
+    step, and this by 0.08. Cf. Balles and Hennig (*Dissecting Adam*, ICML 2018).
+    """
+
+    rule = Rule(steady_adam, {})
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-30
+    ) -> None:
+        super().__init__(params, _given(locals()))
 
 
 def per_tensor(params: Iterable[nn.Parameter], **values: float) -> list[dict[str, Any]]:

@@ -59,12 +59,10 @@ class Population:
         interval, lookback, through_state, hyper_optimizer, valid_loss, bounds, guard: as for ``Tuner``.
         per_element: tuned names that have a value of their own for every weight.
         unroll: take exact hypergradients through this many last steps, instead of the look-back series.
-        estimator: "series", or "product": minus the product of the gradient on a validation batch after a step and that
-            of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is. With ``interval=1`` and the
-            training data as ``valid`` that is Baydin et al. (2018).
-        curvature: how to multiply by the training Hessian: "exact", or "finite-difference" of two gradients.
-        clip_norm: clip the gradient of each replica to this Euclidean norm over all its weights, as
-            ``torch.nn.utils.clip_grad_norm_`` does, inside the step that is differentiated.
+        estimator: "series"; "whole-run", which also asks what a value has done since the beginning, and moves it only
+            where both agree (``onepass.sensitivity``); or "product": minus the product of the gradient on a validation
+            batch after a step and that of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is.
+            With ``interval=1`` and the training data as ``valid`` that is Baydin et al. (2018).
         restart: go back to the first weights after every hyper step.
         scale: name -> what its value is multiplied by after every interval; for values that are not tuned.
         seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
@@ -112,6 +110,10 @@ class Population:
                 _check_count(name, number)
         if guard is not None and not isinstance(guard, Guard):
             raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
+        if estimator == "whole-run" and (unroll is not None or restart or per_element):
+            raise ValueError(
+                "estimator 'whole-run' is for one value a replica, without unroll and restart; use 'series' with these"
+            )
         if unroll is not None and guard is not None:
             raise ValueError("guard must be None with unroll: it would undo the steps that are differentiated")
         if backend != "auto" and backend not in BACKENDS:

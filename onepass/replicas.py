@@ -51,6 +51,9 @@ class State(NamedTuple):
         point: where the guard goes back to, or ``None``.
         window: weights and values before each of the last steps, where hypergradients are taken through real steps.
         begin: what every interval begins from, where the method restarts.
+        sensitivities: by tuned name, what a change of the value over the whole run has done to weights and optimizer
+            state, where hypergradients are taken so.
+        age: for how many hyper steps they have been kept, ``(replicas, 1)``.
     """
 
     now: Weights
@@ -63,6 +66,8 @@ class State(NamedTuple):
     point: Point | None
     window: list[tuple[Weights, Named]]
     begin: Weights | None
+    sensitivities: dict[str, Named]
+    age: Tensor
 
 
 class Record(NamedTuple):
@@ -111,6 +116,12 @@ def chosen(who: Tensor, then: Any, otherwise: Any) -> Any:
         return torch.where(who.reshape(-1, *[1] * (a.dim() - 1)), a, b)
 
     return mapped(choose, then, otherwise)
+
+
+def forgotten(state: State, who: Tensor) -> State:
+    """Without the sensitivities of some replicas: their past says nothing about how they go on."""
+    kept = {"sensitivities": state.sensitivities, "age": state.age}
+    return state._replace(**chosen(who, mapped(torch.zeros_like, kept), kept))
 
 
 def selected(nest: Any, index: Tensor | slice) -> Any:

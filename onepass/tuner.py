@@ -73,6 +73,8 @@ class Tuner:
         bounds: name -> (lowest, highest), natural units.
         guard: goes back when the run diverges; ``None`` for never. *Departs from the paper*.
         tied: names that have one value for all groups.
+        estimator: "series", or "whole-run", which also asks what a value has done since the run began, and moves it
+            only where both agree (``onepass.sensitivity``). *Departs from the paper*.
 
     Attributes:
         history: the record of all hyper steps.
@@ -97,6 +99,7 @@ class Tuner:
         bounds: Mapping[str, tuple[float, float]] | None = None,
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         tied: Sequence[str] = (),
+        estimator: str = "series",
     ) -> None:
         check_arguments(model, optimizer, interval, hyper_optimizer, valid_loss, guard)
         if optimizer in _TUNED:
@@ -107,7 +110,12 @@ class Tuner:
         self._optimizer, self._interval = optimizer, interval
         self._evaluation = Evaluation(model, loss, valid_loss)
         self._estimator = Estimator(
-            self._evaluation, rule, lookback=lookback, through_state=through_state, curvature=curvature
+            self._evaluation,
+            rule,
+            lookback=lookback,
+            through_state=through_state,
+            curvature=curvature,
+            estimator=estimator,
         )
         self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
         self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
@@ -259,6 +267,8 @@ class Tuner:
         """Move the hyperparameters down their gradients, unless something is not finite."""
         if not math.isfinite(loss) or not all(_is_finite(g) for g in raw.values()):
             self.skipped += 1
+            if self._estimator.past is not None:
+                self._estimator.past.forget()
             reason = "a hypergradient" if math.isfinite(loss) else "the validation loss"
             return self._record(loss, raw, skipped=f"{reason} is not finite")
         for h, gradient in raw.items():
@@ -320,6 +330,8 @@ class Tuner:
     def _go_back(self, loss: float, *, again: bool) -> TunerStep:
         assert self._recovery is not None
         did, step = self._recovery.go_back(loss, again=again)
+        if self._estimator.past is not None:
+            self._estimator.past.forget()
         self._hyper_optimizer = self._new_hyper_optimizer()
         self._write()
         if not any(record.guard for record in self.history):
@@ -335,6 +347,7 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on bit for bit, in plain containers. Save it beside the optimizer's."""
+        past = self._estimator.past
         return {
             "labels": self._labels(),
             "steps": self._steps,
@@ -345,6 +358,7 @@ class Tuner:
             "hyper_optimizer": copy.deepcopy(self._hyper_optimizer.state_dict()),
             "fell_back": self._estimator.fell_back,
             "valid": self._valid.state_dict(),
+            "past": past.state_dict(self._hyperparameters) if past is not None else None,
             "recovery": self._recovery.state_dict() if self._recovery else None,
             "history": self.history.to_dict(),
         }
@@ -358,6 +372,9 @@ class Tuner:
             raise ValueError(f"state must be of a tuner of {self._labels()}, but it is of {state['labels']}")
         if (state["recovery"] is None) != (self._recovery is None):
             raise ValueError("state must be of a tuner with the same guard, but one has a guard and the other has none")
+        past = self._estimator.past
+        if (state.get("past") is None) != (past is None):
+            raise ValueError("state must be of a tuner with the same estimator, but theirs differ")
         for h, saved in zip(self._hyperparameters, state["hyperparameters"], strict=True):
             h.load_state_dict(saved)
         for entry, saved in zip(self._entries, state["entries"], strict=True):
@@ -367,6 +384,8 @@ class Tuner:
         self._stepped, self._resumed = False, state["scheduled"]
         self._hyper_optimizer = self._new_hyper_optimizer()
         self._hyper_optimizer.load_state_dict(state["hyper_optimizer"])
+        if past is not None:
+            past.load_state_dict(state["past"], self._hyperparameters)
         if state["fell_back"]:
             self._estimator.fall_back()
         if self._recovery is not None:

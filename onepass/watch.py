@@ -10,7 +10,7 @@ from torch import Tensor
 from onepass.guard import Verdict, on_probation
 from onepass.method import Method, Taken, copied
 from onepass.recovery import MOMENTA
-from onepass.replicas import Point, State, Weights, chosen, completed, fresh
+from onepass.replicas import Point, State, Weights, chosen, completed, forgotten, fresh
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def sent_back(method: Method, state: State, who: Tensor, again: Tensor) -> State
             there = chosen(again, state.limits[name].start.expand_as(there), there)
         raw[name] = chosen(who, method.raw(state, name, there), state.raw[name])
     anew = {name: fresh(own, method.hyper[name][0]) for name, own in state.hyper.items()}
-    return state._replace(
+    return forgotten(state, who)._replace(
         now=chosen(who, point.now._replace(optimizer=at_rest), state.now),
         raw=raw,
         hyper=chosen(who, anew, state.hyper),

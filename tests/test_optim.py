@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass.optim
-from onepass.optim import per_element, per_tensor
+from onepass.optim import SteadyAdam, per_element, per_tensor
 
 
 class Case(NamedTuple):
@@ -199,3 +199,43 @@ def test_errors_say_what_is_wrong(call: Callable[[], object], message: str) -> N
     with pytest.raises(ValueError) as raised:
         call()
     assert message in str(raised.value)
+
+
+def steady_steps(gradients: Tensor) -> Tensor:
+    """How far ``SteadyAdam`` moves at each step, in units of its ``lr``."""
+    w = torch.zeros(gradients.shape[1], dtype=torch.float64)
+    optimizer, moved = SteadyAdam([w], lr=0.5), []
+    for gradient in gradients:
+        before, w.grad = w.clone(), gradient
+        optimizer.step()
+        moved.append((before - w) / 0.5)
+    return torch.stack(moved)
+
+
+def test_steady_adam_takes_full_steps_down_a_steady_slope() -> None:
+    sizes = torch.logspace(-9, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(steady_steps(sizes.expand(20, 5)), torch.ones(20, 5, dtype=torch.float64))
+    torch.testing.assert_close(steady_steps(-sizes.expand(20, 5)), -torch.ones(20, 5, dtype=torch.float64))
+
+
+def test_steady_adam_takes_short_steps_in_noise() -> None:
+    noise = torch.randn(200, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w = torch.zeros(500, dtype=torch.float64)
+    adam, moved = torch.optim.Adam([w], lr=1.0, betas=(0.9, 0.95)), []
+    for gradient in noise:
+        before, w.grad = w.clone(), gradient
+        adam.step()
+        moved.append(before - w)
+    assert steady_steps(noise)[50:].square().mean().sqrt() < 0.45 * torch.stack(moved)[50:].square().mean().sqrt()
+
+
+def test_steady_adam_is_as_sure_as_adam_squared() -> None:
+    """Its step is Adam's, times the size of Adam's, where that is below one."""
+    gradients = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    w = torch.zeros(4, dtype=torch.float64)
+    adam, expected = torch.optim.Adam([w], lr=1.0, betas=(0.9, 0.95), eps=1e-30), []
+    for gradient in gradients:
+        before, w.grad = w.clone(), gradient
+        adam.step()
+        expected.append((before - w) * (before - w).abs().clamp(max=1))
+    torch.testing.assert_close(steady_steps(gradients), torch.stack(expected), rtol=1e-10, atol=1e-12)

@@ -34,7 +34,7 @@ def product(v: Tensor, now: Weights | None = None, **settings: Any) -> tuple[Ten
     now = now or found._state.now
     hessian = linearised(found._method, now, found._method.values(found._state), Taken(0, TRAIN))[1]
     assert hessian is not None
-    return hessian([v])[0], now
+    return hessian.back([v])[0], now
 
 
 def rows(scale: float = 1.0) -> Tensor:

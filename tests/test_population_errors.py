@@ -77,7 +77,7 @@ MAKING: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": 0}, r"clip_norm must be a finite number above 0, but got 0; None switches it off"),
     ({"clip_norm": True}, r"clip_norm must be a finite number above 0, but got True"),
     ({"clip_norm": float("inf")}, r"clip_norm must be a finite number above 0, but got inf"),
-    ({"estimator": "exact"}, r"estimator must be one of \['product', 'series'\], but got 'exact'"),
+    ({"estimator": "exact"}, r"estimator must be one of \['product', 'series', 'whole-run'\], but got 'exact'"),
     (
         {"estimator": "product", "start": {"lr": 0.1, "momentum": 0.5}},
         r"'product' is for tune=\('lr',\).*got lr, momentum",

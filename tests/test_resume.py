@@ -20,6 +20,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "make": lambda p: onepass.optim.AdamW(onepass.per_element(p, lr=1e-3), weight_decay=1e-2),
         "schedule": False,
     },
+    "through the whole run": {
+        "make": lambda p: torch.optim.Adam(p, lr=1.0),
+        "schedule": False,
+        "tuner": {"estimator": "whole-run", "hyper_optimizer": onepass.optim.SteadyAdam},
+    },
     "with a scheduler": {"make": lambda p: torch.optim.AdamW(p, lr=1e-3), "schedule": True},
 }
 
@@ -33,7 +38,9 @@ def train(kind: str, steps: int, load: Path | None = None, save: Path | None = N
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if KINDS[kind]["schedule"]:
         parts["schedule"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
-    parts["tuner"] = tuner = onepass.Tuner(model, optimizer, cross_entropy, valid, interval=4)
+    parts["tuner"] = tuner = onepass.Tuner(
+        model, optimizer, cross_entropy, valid, interval=4, **KINDS[kind].get("tuner", {})
+    )
     begin = 0
     if load is not None:
         saved = torch.load(load)

@@ -1,0 +1,88 @@
+r"""How the weights of now would differ had a hyperparameter been different all along: carried forward with the run.
+
+The look-back series asks what a value does to the next few steps, and is short-sighted: a lower learning rate always
+helps for a moment, most of all with noisy mini-batches. Here a change of the raw value :math:`\lambda` grows linearly
+from the beginning of the run, and what it has done to weights and optimizer state :math:`s = (w, \ldots)` is kept:
+
+.. math::
+    \dot s_k = \frac{k-1}{k} \frac{\partial s_k}{\partial s_{k-1}} \dot s_{k-1} + \frac{\partial s_k}{\partial \lambda},
+    \qquad \frac{\mathrm{d} L_V}{\mathrm{d} \lambda} \approx \nabla L_V(w_k) \cdot \dot w_k .
+
+One step of every interval stands for all of it. Each value takes one product with the Hessian of the training loss, and
+keeps a copy of the weights and of the optimizer's state, whatever the length of the run. With ``kept=0`` it is the
+look-back series with one term.
+
+*Departs from the paper*, which looks back from the end. Sensitivities carried forward are those of Franceschi et al.
+(*Forward and Reverse Gradient-Based Hyperparameter Optimization*, ICML 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.linearise import Piece
+
+Sensitivity = dict[str, Tensor]  # "weights", and the tensors of the optimizer's state
+Product = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+
+
+def carried_on(
+    step: Sequence[Piece],
+    before: Sequence[Sensitivity],
+    seeds: Sequence[Mapping[str, Tensor]],
+    gradient: Product,
+    *,
+    through_state: bool = True,
+) -> list[Sensitivity]:
+    """The sensitivities after one more step, one a piece.
+
+    Args:
+        step: the step at the weights before it.
+        before: the sensitivities there, already multiplied by what is kept of them.
+        seeds: for each piece, how fast its values change with the one that is asked about.
+        gradient: from the sensitivities of the weights to those of the training gradients that the step saw.
+        through_state: keep those of the optimizer's state too.
+
+    >>> from onepass.rules import RULES
+    >>> values = {"lr": torch.tensor(0.1), "momentum": 0, "weight_decay": 0}
+    >>> step = Piece(RULES["sgd"].update, values, torch.tensor([1.0]), torch.tensor([2.0]), {}, ("lr",))
+    >>> carried_on([step], [{"weights": torch.zeros(1)}], [{"lr": torch.tensor(1.0)}], lambda w: w)
+    [{'weights': tensor([-2.])}]
+    """
+    gradients = gradient([one["weights"] for one in before])
+    after = [_stepped(*parts) for parts in zip(step, before, seeds, gradients, strict=True)]
+    return after if through_state else [{"weights": one["weights"]} for one in after]
+
+
+def ramp(age: Any) -> Any:
+    """What is kept of the sensitivities after ``age`` earlier steps, so that the weights of steps grow linearly."""
+    return age / (age + 1)
+
+
+def agreed(far: Tensor, near: Tensor) -> Tensor:
+    """The far-sighted derivative where the short-sighted one has the same sign, and zero elsewhere.
+
+    The short-sighted one errs towards small learning rates and large weight decay; the other towards what would have
+    helped in the past. Neither may move a value alone.
+    """
+    return torch.where(far * near > 0, far, torch.zeros_like(far))
+
+
+def _stepped(piece: Piece, before: Sensitivity, seeds: Mapping[str, Tensor], gradient: Tensor) -> Sensitivity:
+    state = {key: value for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"}
+    state_before = {key: before[key] if key in before else torch.zeros_like(value) for key, value in state.items()}
+    values = {name: piece.values[name] for name in seeds}
+
+    def step(values: Any, weights: Tensor, gradient: Tensor, state: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        update, after = piece.update({**piece.values, **values}, weights, gradient, {**piece.state, **state})
+        tensors = {key: value for key, value in after.items() if isinstance(value, Tensor) and key != "step"}
+        return weights - update, tensors
+
+    given = (values, piece.weights, piece.gradient, state)
+    changes = (dict(seeds), before["weights"], gradient, state_before)
+    weights, after = torch.func.jvp(step, given, changes)[1]
+    return {"weights": weights, **after}
