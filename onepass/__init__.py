@@ -1,6 +1,6 @@
 """onepass tunes learning rate, momentum, weight decay and more while a model trains: one run, no restarts."""
 
-from onepass import curvature, hypergradient, optim, rules
+from onepass import curvature, hypergradient, optim, rules, sensitivity
 from onepass.batches import Minibatches
 from onepass.guard import Guard
 from onepass.history import History, Schedule, TunerStep
@@ -32,4 +32,5 @@ __all__ = [
     "per_tensor",
     "register",
     "rules",
+    "sensitivity",
 ]
