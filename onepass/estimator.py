@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onepass.curvature import CURVATURES, FIRST_ORDER, NoSecondDerivative, norm
 from onepass.entries import Used
-from onepass.evaluation import Evaluation
+from onepass.evaluation import Evaluation, trains_by_cudnn
 from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
 from onepass.linearise import Piece
@@ -95,6 +95,8 @@ class Estimator:
             return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
         old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
         names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
+        if self._asked == "auto" and twice and trains_by_cudnn(self._evaluation.model):
+            raise NoSecondDerivative("cuDNN's recurrent networks")
         if self.past is not None:
             self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
         with self._evaluation.training(batch, names, twice=twice) as loss:

@@ -217,6 +217,17 @@ def validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Itera
             module.dropout = dropout
 
 
+def trains_by_cudnn(model: nn.Module) -> bool:
+    """Whether recurrent networks run by kernels of cuDNN that can be evaluated again with the same result.
+
+    Those with dropout cannot: cuDNN draws its masks from a state of its own, which nobody can put back.
+    """
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return any(torch.backends.cudnn.is_acceptable(p) for module in recurrent for p in module.parameters()) and not any(
+        module.dropout for module in recurrent
+    )
+
+
 @contextmanager
 def twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
     """Swaps the fused kernels that have no second derivative for plain ones: attention, and cuDNN's recurrent nets."""

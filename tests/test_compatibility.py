@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onepass
+from onepass.evaluation import trains_by_cudnn
 from tests.problems import cross_entropy, mlp, mse, regression, train_step
 
 Maker = Callable[[], nn.Module]
@@ -281,3 +282,56 @@ def test_exact_on_a_first_order_kernel_is_an_error() -> None:
     ):
         tuner.step(regression())
     assert tuner.values() == {"lr": [0.1]}
+
+
+def recurrent(dropout: float = 0.0) -> Recurrent:
+    model = Recurrent()
+    model.cell.dropout = dropout
+    return model
+
+
+def tuned_recurrent(device: str = "cpu", **settings: Any) -> onepass.Tuner:
+    torch.manual_seed(0)
+    inputs, targets = tokens(0)
+    model, batch = recurrent().to(device), (inputs.to(device), targets.to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tuner = onepass.Tuner(model, optimizer, next_token, [batch], interval=1, **settings)
+    for _ in range(3):
+        train_step(model, optimizer, batch, next_token)
+        tuner.step(batch)
+    return tuner
+
+
+def next_token(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("settings", [{}, {"lookback": 1, "estimator": "whole-run"}], ids=str)
+def test_recurrent_kernels_of_cudnn_are_kept(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning, and then finite differences: switching cuDNN off costs many times more."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    with pytest.warns(UserWarning, match="cuDNN's recurrent networks") as told:
+        found = tuned_recurrent(**settings).history
+    assert [one.category for one in told if issubclass(one.category, UserWarning)] == [UserWarning]
+    expected = tuned_recurrent(curvature="finite-difference", **settings).history
+    assert found.to_dict() == expected.to_dict()
+
+
+def test_where_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuned_recurrent(lookback=1)
+        tuned_recurrent(curvature="exact")
+    assert trains_by_cudnn(recurrent())
+    assert not trains_by_cudnn(recurrent(dropout=0.1)), "its masks cannot be repeated"
+    assert not trains_by_cudnn(mlp(3, 4, 2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recurrent_kernels_on_a_gpu() -> None:
+    with pytest.warns(UserWarning, match="cuDNN's recurrent networks"):
+        quick = tuned_recurrent("cuda").history
+    exact = tuned_recurrent("cuda", curvature="exact").history
+    for found, expected in zip(quick, exact, strict=True):
+        assert found.hypergradients["lr"] == pytest.approx(expected.hypergradients["lr"], rel=2e-2)
