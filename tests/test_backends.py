@@ -49,6 +49,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "unrolled": {"start": {"lr": [0.01, 0.05, 0.1]}, "unroll": 3, "guard": None},
     "clipped": {"start": {"lr": [0.01, 0.05, 0.1]}, "clip_norm": 0.5, "guard": None},
     "finite differences": {"start": {"lr": [0.01, 0.05, 0.1]}, "curvature": "finite-difference", "guard": None},
+    "whole run": {
+        "start": {"lr": [0.01, 0.5, 5.0], "momentum": 0.9},
+        "estimator": "whole-run",
+        "lookback": 1,
+        "hyper_optimizer": onepass.optim.SteadyAdam,
+    },
     "plain": {"tune": (), "start": {"lr": [0.01, 0.1, 0.2]}, "scale": {"lr": 0.9}},
 }
 

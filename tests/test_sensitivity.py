@@ -122,6 +122,11 @@ def test_a_replica_is_what_the_tuner_makes(settings: dict[str, Any]) -> None:
     assert bool(found.history.returns.any()) == (10.0 in torch.tensor(settings["start"]["lr"]))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule(rule: str) -> None:
+    assert_like_the_tuner(14, rule=rule, replicas=2, start={"lr": [3e-2, 2.0]}, interval=4, **WHOLE_RUN)
+
+
 def test_a_resumed_population_remembers(tmp_path: Path) -> None:
     """Saved in the middle, with a replica that has been sent back and so remembers less than the other."""
     settings: dict[str, Any] = {"start": {"lr": [0.05, 10.0], "momentum": 0.9}, "replicas": 2, **WHOLE_RUN}
