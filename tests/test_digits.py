@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,19 @@ OPTIMIZERS: dict[str, tuple[Maker, float]] = {
     "AdamW": (lambda p, lr: torch.optim.AdamW(p, lr=lr), 0.01),
 }
 
+# What the tuner is told.
+TUNERS: dict[str, dict[str, Any]] = {
+    "tuned": {},
+    "whole run": {"estimator": "whole-run", "lookback": 1, "hyper_optimizer": onepass.optim.SteadyAdam},
+}
 
-def accuracy(make: Maker, lr: float, *, tuned: bool) -> tuple[float, onepass.History | None]:
+
+def accuracy(make: Maker, lr: float, settings: dict[str, Any] | None = None) -> tuple[float, onepass.History | None]:
     (inputs, targets), valid, (test_inputs, test_targets) = digits()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = make(model.parameters(), lr)
-    tuner = onepass.Tuner(model, optimizer, cross_entropy, [valid]) if tuned else None
+    tuner = onepass.Tuner(model, optimizer, cross_entropy, [valid], **settings) if settings is not None else None
     for _ in range(STEPS):
         rows = torch.randint(0, len(inputs), (BATCH,))
         batch = inputs[rows], targets[rows]
@@ -40,15 +47,18 @@ def accuracy(make: Maker, lr: float, *, tuned: bool) -> tuple[float, onepass.His
 
 @pytest.fixture(scope="module")
 def by_hand() -> dict[str, float]:
-    return {name: accuracy(make, lr, tuned=False)[0] for name, (make, lr) in OPTIMIZERS.items()}
+    return {name: accuracy(make, lr)[0] for name, (make, lr) in OPTIMIZERS.items()}
 
 
 @pytest.mark.filterwarnings("ignore:the run diverged:UserWarning")
 @pytest.mark.parametrize("lr", [1e-6, 1.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_start_ends_within_three_points_of_a_tuned_one(name: str, lr: float, by_hand: dict[str, float]) -> None:
+@pytest.mark.parametrize("settings", TUNERS)
+def test_any_start_ends_within_three_points_of_a_tuned_one(
+    settings: str, name: str, lr: float, by_hand: dict[str, float]
+) -> None:
     make, _ = OPTIMIZERS[name]
-    found, history = accuracy(make, lr, tuned=True)
+    found, history = accuracy(make, lr, TUNERS[settings])
     assert found > by_hand[name] - 0.03
     assert history is not None
     path = [record.values["lr"][0] for record in history]
@@ -61,9 +71,7 @@ def test_any_start_ends_within_three_points_of_a_tuned_one(name: str, lr: float,
 
 
 if __name__ == "__main__":
-    print("optimizer | hand-tuned | 1e-6 plain | 1e-6 tuned | 1 plain | 1 tuned")
+    print("optimizer", "hand-tuned", *(f"{lr:g} {how}" for lr in (1e-6, 1) for how in ("plain", *TUNERS)), sep=" | ")
     for name, (make, lr) in OPTIMIZERS.items():
-        starts = [accuracy(make, start, tuned=tuned)[0] for start in (1e-6, 1.0) for tuned in (False, True)]
-        print(
-            name, f"{accuracy(make, lr, tuned=False)[0]:.1%} ({lr:g})", *(f"{found:.1%}" for found in starts), sep=" | "
-        )
+        starts = [accuracy(make, start, how)[0] for start in (1e-6, 1.0) for how in (None, *TUNERS.values())]
+        print(name, f"{accuracy(make, lr)[0]:.1%} ({lr:g})", *(f"{found:.1%}" for found in starts), sep=" | ")
