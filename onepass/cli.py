@@ -34,6 +34,9 @@ HELP = "Tunes hyperparameters while a model trains, and reproduces the paper it 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 2: a user's mistake, told in one line; 130: interrupted."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever called
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ± is no reason to lose a result
@@ -123,8 +126,8 @@ def parser() -> argparse.ArgumentParser:
 
 COSTS = (
     "200 starts x 4000 steps of a UCI set take 2 to 20 s a method on one H200, and 1 to 25 minutes on 2 CPU cores, of "
-    "which --backend compiled saves half; 100 starts x 10000 steps of Fashion-MNIST take 20 to 60 minutes a method "
-    "there. All can be killed and go on with the same command."
+    "which --backend compiled saves half; 100 starts x 10000 steps of Fashion-MNIST take 10 minutes or more a method "
+    "there; Penn Treebank needs a GPU. All can be killed and go on with the same command."
 )
 
 

@@ -21,11 +21,10 @@ DEMO_METHODS = ("random", "one-pass")
 
 def run(out: Path, replicas: int) -> list[Cell]:
     """Train, show a table, draw the picture, write the report."""
-    from rich.console import Console
-
     from onepass.experiments import figures, report
+    from onepass.experiments.writing import terminal
 
-    console = Console()
+    console = terminal()
     ranges = ", ".join(f"{name} in {draw.low:g} .. {draw.high:g}" for name, draw in STARTS.items())
     console.print(f"{replicas} random starts each: {ranges}", highlight=False)
     found = []

@@ -101,7 +101,9 @@ def _panel_a_dataset(of: Callable[[Cell], Any], draw: Callable[[Axes, Any, str],
         axes.set_title(title_of(dataset))
     methods = [method for method in METHODS if any(method in cells for cells in groups.values())]
     handles = [Line2D([], [], label=METHODS[method].label, **style_of(method)) for method in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(columns, 2) + 1, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=max(2, int(figure.get_figwidth() / 2.4)), frameon=False
+    )
     return figure
 
 

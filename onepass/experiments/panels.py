@@ -139,12 +139,14 @@ def _times(cell: Cell) -> float:
 
 
 def draw_median_curves(axes: Axes, curves: Mapping[str, Curve], label: str) -> None:
+    low, high = span([curve.median for curve in curves.values()])
     for method, curve in curves.items():
         style = style_of(method)
         axes.plot(curve.steps, curve.median, **style)
-        below, above = curve.median - curve.error, curve.median + curve.error
+        # A logarithm has no room for an error larger than the median.
+        below, above = np.maximum(curve.median - curve.error, low), curve.median + curve.error
         axes.fill_between(curve.steps, below, above, color=style["color"], alpha=0.12, linewidth=0)
-    log_axis(axes, "y", *span([curve.median for curve in curves.values()]))
+    log_axis(axes, "y", low, high)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(4, steps=ROUND))
     axes.margins(x=0)
     axes.set(xlabel="weight steps", ylabel=label)

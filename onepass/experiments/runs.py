@@ -2,7 +2,7 @@
 
 OUT/uci-energy/one-pass/cell.json     what was asked, where and how long it ran, its figures
 OUT/uci-energy/one-pass/curves.npz    test loss and hyperparameters over time
-OUT/uci-energy/.one-pass.pt           a checkpoint, while the cell is being computed
+OUT/uci-energy/.one-pass.4000.pt      a checkpoint, while the cell of so many steps is being computed
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def compute(
     data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
     folder = _folder(request, out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = folder.with_name(f".{folder.name}.pt")
+    checkpoint = _checkpoint(request, folder)
     with _alone(folder):
         done = finished(request, out)  # by another process, just now
         if done is not None:
@@ -171,6 +171,19 @@ def compute(
         _save(folder, _described(request, outcome, device, resumed), outcome)
         checkpoint.unlink(missing_ok=True)
     return read(folder)
+
+
+def _checkpoint(request: Request, folder: Path) -> Path:
+    """Where an unfinished run is kept. One of another length could go on here, but would not end as it should."""
+    own = folder.with_name(f".{folder.name}.{request.steps}.pt")
+    for other in folder.parent.glob(f".{folder.name}.*.pt"):
+        if other != own:
+            steps = other.name.split(".")[-2]
+            raise UsageError(
+                f"{folder.parent} holds an unfinished run of {request.method} with {steps} steps, but now steps is "
+                f"{request.steps}; give another --out, the same steps, or delete {other}"
+            )
+    return own
 
 
 @contextmanager
@@ -264,7 +277,8 @@ def _save(folder: Path, described: dict[str, Any], outcome: Outcome) -> None:
 def _device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
-    return f"cpu, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _short(values: Iterable[float]) -> list[float | None]:

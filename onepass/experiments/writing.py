@@ -69,14 +69,24 @@ def to_html(grid: Grid) -> str:
 def show(grids: Callable[[bool], Sequence[Grid]], legend: str, console: Any = None) -> None:
     """On a terminal, given what fits a narrow one or a wide one; as Markdown where rich is not installed."""
     try:
-        from rich.console import Console
+        console = console or terminal()
     except ImportError:
         print("\n".join(map(to_markdown, grids(False))))
         return
-    console = console or Console()
     for grid in grids(console.width < NARROW):
         console.print(_drawn(grid))
     console.print(f"[dim]{legend}[/dim]\n", highlight=False)
+
+
+def terminal() -> Any:
+    """rich's console; whose reader has seen enough is for the command line to notice."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Terminal()
 
 
 def _drawn(grid: Grid) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -267,12 +268,28 @@ def test_poor_terminals(environment: dict[str, str], monkeypatch: pytest.MonkeyP
     assert "Ours WD+LR+M" in shown
 
 
-def test_a_reader_that_has_seen_enough() -> None:
-    begun = command("list")
+@pytest.mark.parametrize("line", [("list",), ("run", "diabetes", "random", *SMALL, "--quiet")], ids=" ".join)
+def test_a_reader_that_has_seen_enough(line: tuple[str, ...]) -> None:
+    begun = command(*line)
     assert begun.stdout is not None
     begun.stdout.close()
-    assert begun.wait(timeout=60) in (0, 1)
     assert begun.stderr is not None and "Traceback" not in begun.stderr.read()
+    assert begun.wait(timeout=60) == 0
+
+
+def test_nobody_listens() -> None:
+    line = [sys.executable, "-m", "onepass", "list"]
+    found = subprocess.run(f"{shlex.join(line)} >&-", shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_an_unfinished_run_of_another_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "diabetes").mkdir()
+    unfinished = tmp_path / "diabetes" / ".random.6000.pt"
+    unfinished.write_bytes(b"")
+    told = fails(["run", "diabetes", "random", *SMALL, "--quiet", "--out", str(tmp_path)], capsys)
+    assert "an unfinished run of random with 6000 steps, but now steps is 20" in told
+    assert unfinished.exists()
 
 
 # --- killed ---
