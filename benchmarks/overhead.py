@@ -42,7 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lookback=5 exact": {"lookback": 5, "curvature": "exact"},
     "lookback=5 finite-difference": {"lookback": 5, "curvature": "finite-difference"},
     "whole run exact": {"lookback": 1, "curvature": "exact", "estimator": "whole-run"},
-    "whole run finite-difference": {"lookback": 1, "curvature": "finite-difference", "estimator": "whole-run"},
 }
 
 # --- the networks ---
