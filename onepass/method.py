@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.clipping import clipped, through_clipping
+from onepass.estimator import ESTIMATORS as OF_A_TUNER
 from onepass.guard import Guard
 from onepass.hyperparameters import TRANSFORMS
 from onepass.replicas import Named, State, Weights, selected
@@ -28,8 +29,7 @@ class Taken(NamedTuple):
 
 
 ESTIMATORS = {
-    "series": "derivatives of the validation loss by all tuned values: the look-back series, or exact with `unroll`",
-    "whole-run": "the same through the whole run so far, where the look-back series has the same sign",
+    **OF_A_TUNER,
     "product": "minus the product of a new gradient and the last, for lr alone, in raw space as it is",
 }
 

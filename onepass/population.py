@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,13 +19,14 @@ from onepass.begin import chosen_rule, made_by, set_up
 from onepass.blocks import LANE, Block, block_size, lanes_of, members_of, merged, split
 from onepass.evaluation import LossFunction
 from onepass.guard import Guard
-from onepass.interval import PRODUCTS, middles
+from onepass.interval import middles
 from onepass.journal import PopulationHistory
 from onepass.memory import kept_warm
-from onepass.method import ESTIMATORS, Taken, idle_parameters
+from onepass.method import Taken, idle_parameters
 from onepass.progress import Progress
 from onepass.replicas import Named, Record, State, Weights, from_plain, mapped, selected, to_plain
 from onepass.rules import Rule
+from onepass.settings import check_backend, check_count, check_method, checked_device
 from onepass.stack import MakeModel, Stack
 from onepass.stopwatch import Stopwatch
 from onepass.tuner import HyperOptimizer, default_hyper_optimizer
@@ -63,6 +63,9 @@ class Population:
             where both agree (``onepass.sensitivity``); or "product": minus the product of the gradient on a validation
             batch after a step and that of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is.
             With ``interval=1`` and the training data as ``valid`` that is Baydin et al. (2018).
+        curvature: how to multiply by the training Hessian: "exact", or "finite-difference" of two gradients.
+        clip_norm: clip the gradient of each replica to this Euclidean norm over all its weights, as
+            ``torch.nn.utils.clip_grad_norm_`` does, inside the step that is differentiated.
         restart: go back to the first weights after every hyper step.
         scale: name -> what its value is multiplied by after every interval; for values that are not tuned.
         seed: of weights, starts and shuffles. Replica ``r`` does not depend on how many others there are.
@@ -107,33 +110,21 @@ class Population:
         counts = {"replicas": replicas, "interval": interval, "lookback": lookback, "unroll": unroll, "block": block}
         for name, number in counts.items():
             if number is not None or name in ("replicas", "interval", "lookback"):
-                _check_count(name, number)
-        if guard is not None and not isinstance(guard, Guard):
-            raise ValueError(f"guard must be an onepass.Guard or None, but got {guard!r}")
-        if estimator == "whole-run" and (unroll is not None or restart or per_element):
-            raise ValueError(
-                "estimator 'whole-run' is for one value a replica, without unroll and restart; use 'series' with these"
-            )
-        if unroll is not None and guard is not None:
-            raise ValueError("guard must be None with unroll: it would undo the steps that are differentiated")
-        if backend != "auto" and backend not in BACKENDS:
-            raise ValueError(f"backend must be 'auto' or one of {sorted(BACKENDS)}, but got {backend!r}")
-        if estimator not in ESTIMATORS:
-            raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
-        if curvature not in PRODUCTS:
-            raise ValueError(f"curvature must be one of {sorted(PRODUCTS)}, but got {curvature!r}")
-        if clip_norm is not None:
-            _check_positive("clip_norm", clip_norm)
+                check_count(name, number)
+        check_method(
+            estimator=estimator,
+            curvature=curvature,
+            clip_norm=clip_norm,
+            guard=guard,
+            unroll=unroll,
+            restart=restart,
+            per_element=per_element,
+        )
         self.replicas, self.seed, self.steps = replicas, seed, 0
-        self._device = _checked_device(device)
+        self._device = checked_device(device)
         # What is recorded must be the same in every interval: the steps to differentiate through, too.
         self._recordable = unroll is None or (unroll <= interval and not restart)
-        if not self._recordable and backend not in ("auto", "eager"):
-            raise ValueError(
-                f"backend must be 'auto' or 'eager' with restarts or unroll beyond an interval, but got {backend!r}"
-            )
-        if backend == "graphs" and self._device.type != "cuda":
-            raise ValueError(f"backend 'graphs' needs a CUDA device, but got {device!r}; use 'traced' or 'compiled'")
+        check_backend(backend, self._device, recordable=self._recordable)
         self._stack = Stack(make_model, loss, valid_loss)
         self._method, state = set_up(
             self._stack,
@@ -195,10 +186,10 @@ class Population:
             checkpoint: a file to go on from if it is there, and to save to.
             every: weight steps between two savings; by default a tenth of ``steps``.
         """
-        _check_count("steps", steps)
+        check_count("steps", steps)
         for name, number in (("every", every), ("measure_every", measure_every)):
             if number is not None:
-                _check_count(name, number)
+                check_count(name, number)
         begin, end = self.steps, self.steps + steps
         self._feeds = feeds = self._checked_feeds(train, valid)
         metrics = {name: (metric, self._own_batch(batch)) for name, (metric, batch) in (measure or {}).items()}
@@ -256,7 +247,7 @@ class Population:
 
         Both the loss and the modules in evaluation mode. Lost replicas come last.
         """
-        _check_count("k", k)
+        check_count("k", k)
         if self._feeds is None or self._feeds.valid is None:
             raise RuntimeError("best needs a validation loss, but there was no run(train, valid, steps=...) with valid")
         if k > self.replicas:
@@ -443,27 +434,6 @@ class Feeds(NamedTuple):
 
     train: Feed
     valid: Feed | None
-
-
-def _check_count(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, but got {number!r}")
-
-
-def _check_positive(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, but got {number!r}; None switches it off")
-
-
-def _checked_device(device: str | torch.device) -> torch.device:
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or a CUDA device, but got {device!r}")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be there, but got {device!r} and torch sees no CUDA device")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ LAYERS = [
     {"tuner", "watch"},
     {"begin", "interval"},
     {"backends"},
-    {"blocks"},
+    {"blocks", "settings"},
     {"population"},
     {"__init__"},
     {"experiments"},
