@@ -172,14 +172,16 @@ class Feed:
             self._place = 0
         else:
             if isinstance(batches, list):
-                batches = [to_device(batch, device) for batch in batches]
+                batches = [self._checked(to_device(batch, device)) for batch in batches]
+            self._ready = isinstance(batches, list)
             with private_random(seed, name):
                 self._source = Cycle(batches, name)
 
     def peek(self) -> Any:
         if isinstance(self._source, Minibatches):
             return self._source.at(self._place, self._replicas)
-        return self._checked(to_device(self._source.peek(), self._device))
+        batch = self._source.peek()
+        return batch if self._ready else self._checked(to_device(batch, self._device))
 
     def __next__(self) -> Any:
         batch = self.peek()

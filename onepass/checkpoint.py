@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+FORM = 2  # of the file; one of another form is refused
+
 
 def save(path: str | Path, state: dict[str, Any]) -> None:
     """Written beside its place and then moved there: a program killed on the way leaves the file before."""
@@ -17,7 +19,8 @@ def save(path: str | Path, state: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.partial")
     try:
         whole = io.BytesIO()
-        torch.save(state, whole)  # not to the file: torch hides why a file cannot be written, a full disk say
+        # Not to the file: torch hides why one cannot be written, a full disk say.
+        torch.save({"form": FORM, **state}, whole)
         with open(beside, "wb") as file:
             file.write(whole.getbuffer())
             file.flush()
@@ -31,11 +34,16 @@ def load(path: str | Path, made_by: dict[str, Any]) -> dict[str, Any]:
     """What was saved, provided that it comes from the same configuration."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["made_by"]
+        saved, form = state["made_by"], state.get("form", 1)
     except Exception as error:
         raise ValueError(
             f"checkpoint {path} cannot be read ({type(error).__name__}); move it away to begin anew"
         ) from error
+    if form != FORM:
+        raise ValueError(
+            f"checkpoint {path} must have form {FORM}, but has form {form}: another version of onepass wrote it; "
+            "move it away to begin anew"
+        )
     for key, value in made_by.items():
         if saved.get(key) != value:
             raise ValueError(

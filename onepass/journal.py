@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.replicas import Named, Record
+from onepass.replicas import Named, Record, mapped, selected
 
 # Once there are this many records, every second is dropped, and only every second, fourth ... is kept from then on.
 LARGEST = 1024
@@ -71,17 +71,17 @@ class PopulationHistory:
     @property
     def valid_loss(self) -> Tensor:
         """``(records, replicas)``"""
-        return torch.stack([record.valid_loss for record in self._records]).cpu() if self._records else torch.empty(0)
+        return _stacked(*(record.valid_loss for record in self._records)) if self._records else torch.empty(0)
 
     @property
     def values(self) -> Named:
         """Name -> ``(records, replicas)``, natural units; the median where every weight has a value of its own."""
-        return self._stacked("values")
+        return self._all("values")
 
     @property
     def hypergradients(self) -> Named:
         """Name -> ``(records, replicas)``, in raw space."""
-        return self._stacked("hypergradients")
+        return self._all("hypergradients")
 
     @property
     def measured(self) -> Named:
@@ -108,8 +108,9 @@ class PopulationHistory:
         return {
             "start": self.start,
             "steps": self.steps,
-            "records": [{k: _to_cpu(v) for k, v in record._asdict().items()} for record in self._records],
-            "measured": [self.measured_steps, [_to_cpu(found) for found in self._measured]],
+            # One tensor each: a file of many small ones takes longer to write than the run to come that far.
+            "records": mapped(_stacked, *self._records)._asdict() if self._records else {},
+            "measured": [self.measured_steps, self.measured],
             "measured_seconds": self.measured_seconds,
             "every": [self._every, self._seen],
             "returns": self.returns,
@@ -118,18 +119,19 @@ class PopulationHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start, self.steps = state["start"], list(state["steps"])
-        self._records = [Record(**record) for record in state["records"]]
-        self.measured_steps, self._measured = (list(part) for part in state["measured"])
-        unknown = [torch.nan] * len(self.measured_steps)  # in files of older versions
-        self.measured_seconds = list(state.get("measured_seconds", unknown))
+        self._records = [Record(**selected(state["records"], i)) for i in range(len(self.steps))]
+        self.measured_steps, measured = list(state["measured"][0]), state["measured"][1]
+        self._measured = [selected(measured, i) for i in range(len(self.measured_steps))]
+        self.measured_seconds = list(state["measured_seconds"])
         self._every, self._seen = state["every"]
         self._returns, self._skipped = state["returns"], state["skipped"]
 
-    def _stacked(self, field: str) -> Named:
-        found = [getattr(record, field) for record in self._records]
-        names = found[0] if found else {}
-        return {name: torch.stack([one[name].cpu() for one in found]) for name in names}
+    def _all(self, field: str) -> Named:
+        found: Named = mapped(_stacked, *(getattr(record, field) for record in self._records)) if self._records else {}
+        return found
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else {name: tensor.cpu() for name, tensor in value.items()}
+def _stacked(*records: Tensor) -> Tensor:
+    """All records of one thing, on the CPU."""
+    devices = {tensor.device for tensor in records}  # after a resume, the earlier ones are on the CPU
+    return torch.stack(records if len(devices) == 1 else [tensor.cpu() for tensor in records]).cpu()

@@ -168,13 +168,13 @@ def test_an_interrupted_part_has_no_time(tmp_path: Path) -> None:
     assert [math.isnan(seconds) for seconds in second.measured_seconds] == [False, True, False]
 
 
-def test_checkpoints_of_older_versions_have_no_times() -> None:
-    found = population()
-    found.run([TRAIN], [VALID], steps=10, measure={"valid": (mse, VALID)})
-    state = found.history.state_dict()
-    del state["measured_seconds"]
-    found.history.load_state_dict(state)
-    assert len(found.history.measured_seconds) == 1 and math.isnan(found.history.measured_seconds[0])
+def test_checkpoints_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "population.pt"
+    monkeypatch.setattr(checkpoint, "FORM", 1)
+    population().run([TRAIN], [VALID], steps=10, checkpoint=path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="must have form 2, but has form 1: another version of onepass wrote it"):
+        population().run([TRAIN], [VALID], steps=10, checkpoint=path)
 
 
 @pytest.mark.usefixtures("float64")
