@@ -124,8 +124,8 @@ def forgotten(state: State, who: Tensor) -> State:
     return state._replace(**chosen(who, mapped(torch.zeros_like, kept), kept))
 
 
-def selected(nest: Any, index: Tensor | slice) -> Any:
-    """Some of the replicas."""
+def selected(nest: Any, index: Tensor | slice | int) -> Any:
+    """Some of the replicas, or whatever else the leading axis runs over."""
     return mapped(lambda tensor: tensor[index], nest)
 
 
