@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from onepass.batches import fingerprint
 from onepass.entries import expanded
+from onepass.estimator import how_far
 from onepass.guard import Guard
 from onepass.hyperparameters import TRANSFORMS, checked_bounds, default_bounds, in_domain
 from onepass.method import Method
 from onepass.replicas import Limits, Named, State, Weights
 from onepass.rules import OPTIMIZERS, RULES, Rule, rule_of
+from onepass.sensitivity import FAR
 from onepass.snapshot import named_values
 from onepass.stack import Stack
 from onepass.starts import draw, seed_of
@@ -153,6 +155,8 @@ def set_up(
     guard: Guard | None,
     restart: bool,
     seed: int,
+    estimator: str | None,
+    lookback: int | None,
     **options: Any,
 ) -> tuple[Method, State]:
     """The method, and all replicas before their first step. The guard's memory begins with the first batch."""
@@ -174,7 +178,10 @@ def set_up(
             raise ValueError(f"scale must not move what is tuned, but got {name!r} in both")
     limits = {name: limits_of(rule, name, columns[name], bounds) for name in (*names, *factors)}
     hyper = hyper_rules(hyper_optimizer, raw)
-    whole_run = options.get("estimator") == "whole-run"
+    far = [name for name in FAR if name in names]
+    steps = options["unroll"] is not None or restart  # hypergradients through real ones, that are taken only once
+    estimator, lookback = how_far(estimator, lookback, far=bool(far) and not steps and not per_element)
+    options |= {"estimator": estimator, "lookback": lookback}
     now = Weights(weights, buffers, {"step": torch.zeros(replicas, 1, dtype=weights.dtype)})
     guard = guard if "lr" in names else None  # without a learning rate to lower, going back would only repeat itself
     method = Method(stack=stack, rule=rule, switches=shared, tune=names, guard=guard, hyper=hyper, **options)
@@ -189,7 +196,7 @@ def set_up(
         point=None,
         window=[],
         begin=now if restart else None,
-        sensitivities={name: {"weights": torch.zeros_like(weights)} for name in names} if whole_run else {},
+        sensitivities={n: {"weights": torch.zeros_like(weights)} for n in far if estimator == "whole-run"},
         age=torch.zeros(replicas, 1, dtype=torch.float64),
     )
     return method, state

@@ -69,7 +69,7 @@ def forward(loss: Loss, weights: Tensors, extra: Tensors = ()) -> Products:
     """Forward-mode over reverse: the gradient of a loss whose weights carry the direction as a tangent."""
 
     def along(v: Tensors) -> list[Tensor]:
-        with _naming_first_order_kernels(), forward_ad.dual_level():
+        with torch.enable_grad(), _naming_first_order_kernels(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(w, d.contiguous()) for w, d in zip(weights, v, strict=True)]
             wanted = [*duals, *extra]
             found = torch.autograd.grad(loss(duals), wanted, allow_unused=True)
@@ -126,6 +126,7 @@ def finite_difference(
     here = _grad(loss(weights), wanted)
     step = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5 * (1 + length(weights))
 
+    @torch.enable_grad()
     def along(v: Tensors) -> list[Tensor]:
         far = length(v)
         epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing

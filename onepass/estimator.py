@@ -29,6 +29,17 @@ ESTIMATORS = {
 }
 
 
+def how_far(estimator: str | None, lookback: int | None, *, far: bool) -> tuple[str, int]:
+    """Estimator and look-back as asked for, or the defaults: to look through the whole run where that can be (``far``),
+    unless a look-back is named; that asks for the paper's series.
+    """
+    if estimator is None:
+        estimator = "whole-run" if far and lookback is None else "series"
+    if lookback is None:
+        lookback = 1 if estimator == "whole-run" else 5
+    return estimator, lookback
+
+
 class Estimator:
     """Hypergradients as they were asked for: how far they look, and with what curvature."""
 
@@ -76,7 +87,7 @@ class Estimator:
             for entry in _of_group(used, joined.group):
                 h, derivative = entry.hyperparameter, entry.factor * derivatives[entry.name]
                 total[h] = total[h] + derivative if h in total else derivative
-        return self.past.agreed(total, kept) if self.past else total
+        return self.past.agreed(total, kept, [j.group for j in snapshot.pieces], used) if self.past else total
 
     def _series(
         self,

@@ -19,7 +19,7 @@ from onepass.hyperparameters import TRANSFORMS
 from onepass.linearise import Piece
 from onepass.method import Method, Taken, copied, gradient
 from onepass.replicas import Named, Record, State, Weights, chosen, completed, forgotten
-from onepass.sensitivity import agreed, carried_on, ramp
+from onepass.sensitivity import agreed, carried_on, ramp, turn
 from onepass.watch import judged, sent_back
 
 RowProduct = Callable[[Tensor], Tensor]
@@ -110,10 +110,10 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
     if method.estimator == "whole-run":
         assert products is not None
         state = _carried_on(method, state, piece, products)
-        far = {name: _far(state, name, valid_gradient) for name in slopes}
+        far = {name: _far(state, name, valid_gradient) for name in state.sensitivities}
         finite = finite & _finite(loss, far)
         state = forgotten(state, ~finite)
-        slopes = {name: agreed(far[name], near) for name, near in slopes.items()}
+        slopes = {name: agreed(far[name], near) if name in far else near for name, near in slopes.items()}
     with torch.no_grad():
         state = _moved(method, state, slopes, finite & ~back)
         state = sent_back(method, state, back, again)
@@ -140,12 +140,24 @@ def _derivatives(
 
 @torch.no_grad()
 def _carried_on(method: Method, state: State, piece: Piece, products: StepProducts) -> State:
-    """Sensitivities after the step that ``piece`` is."""
-    kept, found, options = ramp(state.age), {}, {"through_state": method.through_state}
-    for name, before in state.sensitivities.items():
-        seed = TRANSFORMS[method.rule.tunable[name]].slope(method.natural(state, name)).to(method.stack.dtype)
-        old = {key: kept.to(tensor.dtype) * tensor for key, tensor in before.items()}
-        (found[name],) = carried_on([piece], [old], [{name: seed}], lambda w: [products.forward(w[0])], **options)
+    """Sensitivities after the step that ``piece`` is, of the value whose turn it is in each replica."""
+    every, before, seeds, turns = state.sensitivities, dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    if not every:  # asked for, but nothing tuned is looked at so
+        return state
+    for place, name in enumerate(every):
+        turns[name], earlier = turn(state.age, place, len(every))
+        kept = ramp(earlier).to(method.stack.dtype)
+        old = {key: kept * tensor for key, tensor in every[name].items()}
+        before = chosen(turns[name], old, before) if before else old
+        slope = TRANSFORMS[method.rule.tunable[name]].slope(method.natural(state, name)).to(method.stack.dtype)
+        seeds[name] = torch.where(turns[name], slope, torch.zeros_like(slope))
+    options = {"through_state": method.through_state}
+    (after,) = carried_on([piece], [before], [seeds], lambda w: [products.forward(w[0])], **options)
+    found = {
+        # In the first hyper step, the optimizer's state is new.
+        name: chosen(turns[name], after, {key: old.get(key, torch.zeros_like(new)) for key, new in after.items()})
+        for name, old in every.items()
+    }
     return state._replace(sensitivities=found, age=state.age + 1)
 
 

@@ -59,10 +59,9 @@ class Population:
         interval, lookback, through_state, hyper_optimizer, valid_loss, bounds, guard: as for ``Tuner``.
         per_element: tuned names that have a value of their own for every weight.
         unroll: take exact hypergradients through this many last steps, instead of the look-back series.
-        estimator: "series"; "whole-run", which also asks what a value has done since the beginning, and moves it only
-            where both agree (``onepass.sensitivity``); or "product": minus the product of the gradient on a validation
-            batch after a step and that of the step itself, for ``lr`` alone, handed to the hyper-optimizer as it is.
-            With ``interval=1`` and the training data as ``valid`` that is Baydin et al. (2018).
+        estimator: "series" or "whole-run", as for ``Tuner``; or "product": minus the product of the gradient on a
+            validation batch after a step and that of the step itself, for ``lr`` alone, handed to the hyper-optimizer
+            as it is. With ``interval=1`` and the training data as ``valid`` that is Baydin et al. (2018).
         curvature: how to multiply by the training Hessian: "exact", or "finite-difference" of two gradients.
         clip_norm: clip the gradient of each replica to this Euclidean norm over all its weights, as
             ``torch.nn.utils.clip_grad_norm_`` does, inside the step that is differentiated.
@@ -89,7 +88,7 @@ class Population:
         start: Mapping[str, Any],
         tune: Sequence[str] | None = None,
         interval: int = 10,
-        lookback: int = 5,
+        lookback: int | None = None,
         through_state: bool = True,
         hyper_optimizer: HyperOptimizer | None = None,
         valid_loss: LossFunction | None = None,
@@ -97,7 +96,7 @@ class Population:
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         per_element: Sequence[str] = (),
         unroll: int | None = None,
-        estimator: str = "series",
+        estimator: str | None = None,
         curvature: str = "exact",
         clip_norm: float | None = None,
         restart: bool = False,
@@ -109,7 +108,7 @@ class Population:
     ) -> None:
         counts = {"replicas": replicas, "interval": interval, "lookback": lookback, "unroll": unroll, "block": block}
         for name, number in counts.items():
-            if number is not None or name in ("replicas", "interval", "lookback"):
+            if number is not None or name in ("replicas", "interval"):
                 check_count(name, number)
         check_method(
             estimator=estimator,

@@ -8,9 +8,9 @@ from the beginning of the run, and what it has done to weights and optimizer sta
     \dot s_k = \frac{k-1}{k} \frac{\partial s_k}{\partial s_{k-1}} \dot s_{k-1} + \frac{\partial s_k}{\partial \lambda},
     \qquad \frac{\mathrm{d} L_V}{\mathrm{d} \lambda} \approx \nabla L_V(w_k) \cdot \dot w_k .
 
-One step of every interval stands for all of it. Each value takes one product with the Hessian of the training loss, and
-keeps a copy of the weights and of the optimizer's state, whatever the length of the run. With ``kept=0`` it is the
-look-back series with one term.
+One step of every interval stands for all of it. Values take turns, so that a hyper step costs one product with the
+Hessian of the training loss, however many there are; each keeps a copy of the weights and of the optimizer's state,
+whatever the length of the run. With ``kept=0`` it is the look-back series with one term.
 
 *Departs from the paper*, which looks back from the end. Sensitivities carried forward are those of Franceschi et al.
 (*Forward and Reverse Gradient-Based Hyperparameter Optimization*, ICML 2017).
@@ -28,6 +28,9 @@ from onepass.linearise import Piece
 
 Sensitivity = dict[str, Tensor]  # "weights", and the tensors of the optimizer's state
 Product = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+
+# What acts through where it has taken the weights. Of all else (beta2, eps), the next steps tell enough.
+FAR = ("lr", "momentum", "beta1", "weight_decay")
 
 
 def carried_on(
@@ -61,6 +64,15 @@ def carried_on(
 def ramp(age: Any) -> Any:
     """What is kept of the sensitivities after ``age`` earlier steps, so that the weights of steps grow linearly."""
     return age / (age + 1)
+
+
+def turn(hyper_steps: Any, place: int, values: int) -> tuple[Any, Any]:
+    """Whether a hyper step is the turn of the value in this place, and how many turns it has had before.
+
+    >>> [turn(step, 1, 3) for step in range(5)]
+    [(False, 0), (True, 0), (False, 1), (False, 1), (True, 1)]
+    """
+    return hyper_steps % values == place, (hyper_steps + values - 1 - place) // values
 
 
 def agreed(far: Tensor, near: Tensor) -> Tensor:

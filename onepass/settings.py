@@ -16,7 +16,7 @@ from onepass.method import ESTIMATORS
 
 def check_method(
     *,
-    estimator: str,
+    estimator: str | None,
     curvature: str,
     clip_norm: float | None,
     guard: Any,
@@ -25,7 +25,7 @@ def check_method(
     per_element: Sequence[str],
 ) -> None:
     """How hypergradients are taken; what goes together."""
-    if estimator not in ESTIMATORS:
+    if estimator is not None and estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
     if curvature not in PRODUCTS:
         raise ValueError(f"curvature must be one of {sorted(PRODUCTS)}, but got {curvature!r}")

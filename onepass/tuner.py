@@ -17,15 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from onepass.batches import Cycle
 from onepass.checks import check_arguments, checked_extra
 from onepass.entries import Used, collect
-from onepass.estimator import Estimator
+from onepass.estimator import Estimator, how_far
 from onepass.evaluation import Evaluation, LossFunction
 from onepass.guard import Guard, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
+from onepass.optim import SteadyAdam
 from onepass.recovery import Recovery
 from onepass.rules import rule_of
 from onepass.schedulers import follow_schedulers
 from onepass.snapshot import Snapshot, drained, read_value
+from onepass.whole_run import far_names
 
 HyperOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -34,12 +36,13 @@ _TUNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def default_hyper_optimizer(raw: list[Tensor]) -> torch.optim.Optimizer:
-    """Adam, as in the paper. A step of 0.1: a learning rate moves by about a quarter a hyper step, a decade in ten.
+    """A step of 0.1 where hypergradients are steady, so that a learning rate moves by a decade in ten hyper steps.
 
-    *Departs from the paper* (0.05): a short memory (``beta2``), since hypergradients shrink by orders of magnitude
-    during a run and a long one would remember only the first; and no ``eps``, since they may all be tiny.
+    *Departs from the paper* (Adam, 0.05): short steps in noise; a short memory (``beta2``), since hypergradients shrink
+    by orders of magnitude during a run and a long one would remember only the first; and no ``eps``, since they may all
+    be tiny.
     """
-    return torch.optim.Adam(raw, lr=0.1, betas=(0.9, 0.95), eps=1e-30, fused=True)
+    return SteadyAdam(raw, lr=0.1, betas=(0.9, 0.95), eps=1e-30)
 
 
 class Tuner:
@@ -64,7 +67,8 @@ class Tuner:
         valid: an iterable of validation batches, cycled; one batch in a list is fine.
         tune: names of param group entries; by default every one whose start lies inside its domain.
         interval: weight steps a hyper step (``T`` in the paper).
-        lookback: terms of the series (``i`` in the paper); 1 needs no second derivatives.
+        lookback: terms of the series (``i`` in the paper, which has 5). A number alone asks for the paper's series;
+            1 is the cheapest and needs no second derivatives. By default 1, beside the whole run.
         through_state: carry the series through the optimizer's state as well. *Departs from the paper*.
         curvature: a name from ``onepass.curvature.CURVATURES``, or "auto": exact where kernels allow it.
         hyper_optimizer: makes the optimizer of the raw values; by default ``default_hyper_optimizer``.
@@ -74,7 +78,8 @@ class Tuner:
         guard: goes back when the run diverges; ``None`` for never. *Departs from the paper*.
         tied: names that have one value for all groups.
         estimator: "series", or "whole-run", which also asks what a value has done since the run began, and moves it
-            only where both agree (``onepass.sensitivity``). *Departs from the paper*.
+            only where both agree (``onepass.sensitivity``). *Departs from the paper*. By default "whole-run", unless
+            ``lookback`` is given, or a value has one number for every weight.
 
     Attributes:
         history: the record of all hyper steps.
@@ -90,7 +95,7 @@ class Tuner:
         *,
         tune: Sequence[str] | None = None,
         interval: int = 10,
-        lookback: int = 5,
+        lookback: int | None = None,
         through_state: bool = True,
         curvature: str = "auto",
         hyper_optimizer: HyperOptimizer | None = None,
@@ -99,7 +104,7 @@ class Tuner:
         bounds: Mapping[str, tuple[float, float]] | None = None,
         guard: Guard | None = Guard(),  # noqa: B008 (frozen)
         tied: Sequence[str] = (),
-        estimator: str = "series",
+        estimator: str | None = None,
     ) -> None:
         check_arguments(model, optimizer, interval, hyper_optimizer, valid_loss, guard)
         if optimizer in _TUNED:
@@ -109,6 +114,11 @@ class Tuner:
         rule = rule_of(optimizer)
         self._optimizer, self._interval = optimizer, interval
         self._evaluation = Evaluation(model, loss, valid_loss)
+        self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
+        self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
+        self._extra = checked_extra(extra or {}, rule.tunable)
+        scalar = all(entry.hyperparameter.value.numel() == 1 for entry in self._entries)
+        estimator, lookback = how_far(estimator, lookback, far=scalar and bool(far_names(self._entries)))
         self._estimator = Estimator(
             self._evaluation,
             rule,
@@ -117,9 +127,6 @@ class Tuner:
             curvature=curvature,
             estimator=estimator,
         )
-        self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
-        self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
-        self._extra = checked_extra(extra or {}, rule.tunable)
         # One each, in a fixed order: tied entries share theirs.
         self._hyperparameters = list(dict.fromkeys([*(e.hyperparameter for e in self._entries), *self._extra.values()]))
         if not self._hyperparameters:
@@ -358,7 +365,7 @@ class Tuner:
             "hyper_optimizer": copy.deepcopy(self._hyper_optimizer.state_dict()),
             "fell_back": self._estimator.fell_back,
             "valid": self._valid.state_dict(),
-            "past": past.state_dict(self._hyperparameters) if past is not None else None,
+            "past": past.state_dict() if past is not None else None,
             "recovery": self._recovery.state_dict() if self._recovery else None,
             "history": self.history.to_dict(),
         }
@@ -385,7 +392,7 @@ class Tuner:
         self._hyper_optimizer = self._new_hyper_optimizer()
         self._hyper_optimizer.load_state_dict(state["hyper_optimizer"])
         if past is not None:
-            past.load_state_dict(state["past"], self._hyperparameters)
+            past.load_state_dict(state["past"])
         if state["fell_back"]:
             self._estimator.fall_back()
         if self._recovery is not None:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.entries import Used
+from onepass.entries import Entry, Used
 from onepass.hyperparameters import TRANSFORMS, Hyperparameter
 from onepass.linearise import Piece
-from onepass.sensitivity import Product, Sensitivity, agreed, carried_on, ramp
+from onepass.sensitivity import FAR, Product, Sensitivity, agreed, carried_on, ramp, turn
 
 Layout = list[list[str]]  # names of parameters, piece by piece
 
 
 class WholeRun:
-    """Sensitivities of one run, in raw space. They begin anew where other parameters are stepped than before."""
+    """Sensitivities of one run, in raw space. They begin anew where other parameters are stepped than before.
+
+    Values of one name are moved together, in all param groups, so that groups cost nothing more; what comes of it in a
+    group's own weights counts as the work of the group's own value. With one group, or tied values, that is exact;
+    else it leaves out what a group does to the others' gradients, and its sum over the groups is still exact.
+    """
 
     def __init__(self, *, through_state: bool) -> None:
         self._through_state = through_state
-        self._kept: dict[Hyperparameter, list[Sensitivity]] = {}
+        self.forget()
         self._layout: Layout = []
-        self._age = 0
 
     def forget(self) -> None:
         """The run went back, or something was not finite: its past says nothing about how it goes on."""
-        self._kept, self._age = {}, 0
+        self._kept: dict[str, list[Sensitivity]] = {}
+        self._turns = 0
 
     @torch.no_grad()
     def carry_on(self, pieces: Sequence[Piece], groups: Sequence[int], used: Sequence[Used], gradient: Product) -> None:
-        """One step further. ``groups``: of each piece; ``gradient``: as ``sensitivity.carried_on`` takes it."""
-        kept, found = ramp(self._age), {}
-        for h in dict.fromkeys(entry.hyperparameter for entry in used if entry.hyperparameter.value.numel() == 1):
-            old = self._kept.get(h) or [{"weights": torch.zeros_like(piece.weights)} for piece in pieces]
-            before = [{key: kept * tensor for key, tensor in one.items()} for one in old]
-            seeds = [_seeds(h, group, used) for group in groups]
-            found[h] = carried_on(pieces, before, seeds, gradient, through_state=self._through_state)
-        self._kept, self._age = found, self._age + 1  # only now: a kernel may have refused in between
+        """One step further, for the value whose turn it is.
+
+        Args:
+            groups: of each piece.
+            gradient: as ``sensitivity.carried_on`` takes it.
+        """
+        names = far_names(used)
+        for place, name in enumerate(names):
+            mine, earlier = turn(self._turns, place, len(names))
+            if mine:
+                old = self._kept.get(name) or [{"weights": torch.zeros_like(piece.weights)} for piece in pieces]
+                before = [{key: ramp(earlier) * tensor for key, tensor in one.items()} for one in old]
+                seeds = [_seeds(name, group, used) for group in groups]
+                found = carried_on(pieces, before, seeds, gradient, through_state=self._through_state)
+                self._kept[name] = found  # only now: a kernel may have refused in between
+        self._turns += 1
 
     def begin_anew_unless(self, layout: Layout) -> None:
         if layout != self._layout:
@@ -46,32 +59,52 @@ class WholeRun:
             self._layout = layout
 
     @torch.no_grad()
-    def agreed(self, near: Mapping[Hyperparameter, Tensor], valid_gradient: Sequence[Tensor]) -> dict[Any, Tensor]:
+    def agreed(
+        self,
+        near: Mapping[Hyperparameter, Tensor],
+        valid_gradient: Sequence[Tensor],
+        groups: Sequence[int],
+        used: Sequence[Used],
+    ) -> dict[Hyperparameter, Tensor]:
         """The derivatives of the look-back series, in natural units, replaced by those through the whole run."""
         result = dict(near)
-        for h, pieces in self._kept.items():
-            far = sum((g * one["weights"]).sum().double() for g, one in zip(valid_gradient, pieces, strict=True))
-            natural = (torch.as_tensor(far) / _slope(h)).to(near[h]).reshape(near[h].shape)
-            # What is not finite must be seen by whoever takes the step.
-            result[h] = agreed(natural, near[h]) if bool(natural.isfinite()) else natural
+        for name in far_names(used):
+            mine = {entry.group: entry.hyperparameter for entry in used if entry.name == name}
+            kept = self._kept.get(name)
+            far = dict.fromkeys(mine.values(), torch.zeros((), dtype=torch.float64))
+            for i, group in enumerate(groups if kept else ()):
+                if kept and group in mine:
+                    work = (valid_gradient[i] * kept[i]["weights"]).sum().double()
+                    far[mine[group]] = far[mine[group]].to(work.device) + work
+            for h, slope in far.items():
+                natural = (slope / _slope(h).to(slope.device)).to(near[h]).reshape(near[h].shape)
+                # What is not finite must be seen by whoever takes the step.
+                result[h] = agreed(natural, near[h]) if bool(natural.isfinite()) else natural
         return result
 
-    def state_dict(self, hyperparameters: Sequence[Hyperparameter]) -> dict[str, Any]:
-        kept = {i: self._kept[h] for i, h in enumerate(hyperparameters) if h in self._kept}
-        return {"kept": kept, "layout": self._layout, "age": self._age}
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self._kept, "layout": self._layout, "turns": self._turns}
 
-    def load_state_dict(self, state: Mapping[str, Any], hyperparameters: Sequence[Hyperparameter]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = {
-            hyperparameters[i]: [{key: tensor.clone() for key, tensor in one.items()} for one in pieces]
-            for i, pieces in state["kept"].items()
+            name: [{key: tensor.clone() for key, tensor in one.items()} for one in pieces]
+            for name, pieces in state["kept"].items()
         }
-        self._layout, self._age = state["layout"], state["age"]
+        self._layout, self._turns = state["layout"], state["turns"]
 
 
-def _seeds(h: Hyperparameter, group: int, used: Sequence[Used]) -> dict[str, Tensor]:
-    """How fast a group's entries change with the raw value."""
-    mine = [entry for entry in used if entry.group == group and entry.hyperparameter is h]
-    return {entry.name: (entry.factor * _slope(h)).to(entry.value).reshape(entry.value.shape) for entry in mine}
+def far_names(entries: Iterable[Used | Entry]) -> list[str]:
+    """Of tuned values, those to look at through the whole run; not those with a number for every weight."""
+    scalar = {entry.name: entry.hyperparameter.value.numel() == 1 for entry in entries}
+    return [name for name in FAR if scalar.get(name)]
+
+
+def _seeds(name: str, group: int, used: Sequence[Used]) -> dict[str, Tensor]:
+    """How fast a group's entry changes with the raw value."""
+    mine = next((entry for entry in used if entry.group == group and entry.name == name), None)
+    if mine is None:
+        return {}
+    return {name: (mine.factor * _slope(mine.hyperparameter)).to(mine.value).reshape(mine.value.shape)}
 
 
 def _slope(h: Hyperparameter) -> Tensor:

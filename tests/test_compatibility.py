@@ -215,7 +215,7 @@ def test_auto_falls_back_with_one_warning() -> None:
     slopes = []
     for candidate, expectation in ((model, pytest.warns(UserWarning, match="no second derivative")), (twin, None)):
         optimizer = torch.optim.SGD(candidate.parameters(), lr=0.1, momentum=0.5)
-        tuner = onepass.Tuner(candidate, optimizer, mse, [regression(seed=2)], interval=1)
+        tuner = onepass.Tuner(candidate, optimizer, mse, [regression(seed=2)], interval=1, lookback=5)
         for i in range(3):
             train_step(candidate, optimizer, regression())
             if expectation is not None and i == 0:

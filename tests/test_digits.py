@@ -23,10 +23,7 @@ OPTIMIZERS: dict[str, tuple[Maker, float]] = {
 }
 
 # What the tuner is told.
-TUNERS: dict[str, dict[str, Any]] = {
-    "tuned": {},
-    "whole run": {"estimator": "whole-run", "lookback": 1, "hyper_optimizer": onepass.optim.SteadyAdam},
-}
+TUNERS: dict[str, dict[str, Any]] = {"tuned": {}, "lookback=5": {"lookback": 5}, "lookback=1": {"lookback": 1}}
 
 
 def accuracy(make: Maker, lr: float, settings: dict[str, Any] | None = None) -> tuple[float, onepass.History | None]:

@@ -192,7 +192,7 @@ def test_evaluate() -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "seed": ({"seed": 2}, [TRAIN], r"its seed is 1 and here it is 2"),
-    "lookback": ({"lookback": 3}, [TRAIN], r"its lookback is 5 and here it is 3"),
+    "lookback": ({"lookback": 3}, [TRAIN], r"its lookback is 1 and here it is 3"),
     "replicas": ({"replicas": 4}, [TRAIN], r"its replicas is 3 and here it is 4"),
     "rule": ({"rule": "adagrad"}, [TRAIN], r"its rule is sgd and here it is adagrad"),
     "guard": ({"guard": None}, [TRAIN], r"its guard is Guard\(.*and here it is None"),

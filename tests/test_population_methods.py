@@ -165,7 +165,7 @@ def test_every_interval_after_a_restart_is_a_first_one(unroll: int | None) -> No
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
-    settings: dict[str, Any] = {"interval": 5, "unroll": unroll, "guard": None, "model": model}
+    settings: dict[str, Any] = {"interval": 5, "lookback": 5, "unroll": unroll, "guard": None, "model": model}
     found = trained(10, start=START, restart=True, **settings)
     between = {name: value[0] for name, value in found.history.values.items()}
     anew = trained(5, start=between, **settings)

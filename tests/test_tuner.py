@@ -229,7 +229,7 @@ def test_per_element_learning_rates_sum_to_the_scalar_one() -> None:
     def record_of(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> onepass.TunerStep:
         model = mlp(3, 4, 1)
         optimizer = optimizer_of(model)
-        tuner = onepass.Tuner(model, optimizer, mse, [regression(seed=2)], interval=2, tune=("lr",))
+        tuner = onepass.Tuner(model, optimizer, mse, [regression(seed=2)], interval=2, tune=("lr",), lookback=5)
         for _ in range(2):
             train_step(model, optimizer, regression())
             record = tuner.step(regression())

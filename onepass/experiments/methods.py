@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.optim import SteadyAdam
 from onepass.starts import Uniform
 
 # The paper keeps learning rates in this range, and lets the rest go where it likes.
@@ -97,10 +96,8 @@ METHODS: dict[str, Method] = {
         paper("weight_decay", "lr", "momentum", unroll=5),
     ),
     "one-pass": Method("one-pass", "everything, with this library's defaults"),
-    "one-pass-lookback-1": Method("one-pass (i=1)", "the same without second derivatives", {"lookback": 1}),
-    "one-pass-whole-run": Method(
-        "one-pass (whole run)",
-        "everything, by what each value has done since the run began: best with mini-batches",
-        {"estimator": "whole-run", "lookback": 1, "hyper_optimizer": SteadyAdam},
+    "one-pass-lookback-5": Method(
+        "one-pass (i=5)", "the same by the series alone, without a look through the whole run", {"lookback": 5}
     ),
+    "one-pass-lookback-1": Method("one-pass (i=1)", "the same without second derivatives", {"lookback": 1}),
 }

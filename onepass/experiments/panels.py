@@ -41,7 +41,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "diff-through-opt": {"color": "#000000", "linestyle": "-."},
     "one-pass": {"color": "#D55E00", "linewidth": 2.6, "zorder": 4},
     "one-pass-lookback-1": {"color": "#D55E00", "linestyle": "--"},
-    "one-pass-whole-run": {"color": "#7A1F00", "linewidth": 2.2, "zorder": 3},
+    "one-pass-lookback-5": {"color": "#7A1F00", "linewidth": 2.2, "zorder": 3},
 }
 SPARE = ("#882255", "#44AA99", "#332288", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
 
