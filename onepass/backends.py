@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from onepass.curvature import FIRST_ORDER, full_precision
 from onepass.interval import Steps, advance, hyper_step, plain_step
 from onepass.method import Method, Taken
 from onepass.operations import form_of, open_thin_products, recorded, simplify
@@ -70,7 +72,10 @@ class Traced(Eager):
 
     def hyper(self, state: State, values: Named, taken: Sequence[Taken], valid: Any) -> tuple[State, Record]:
         batches = [one.batch for one in taken[-(self.method.unroll or 1) :]]
-        return self._hyper(state, values, batches, valid)  # type: ignore[no-any-return]
+        # When it was recorded, finite differences saw to their precision themselves. A CPU has none to see to.
+        delicate = self.method.curvature in FIRST_ORDER and state.now.weights.is_cuda
+        with full_precision() if delicate else nullcontext():
+            return self._hyper(state, values, batches, valid)  # type: ignore[no-any-return]
 
     def probation(self, state: State, valid: Any) -> tuple[State, Tensor]:
         return self._probation(state, valid)  # type: ignore[no-any-return]

@@ -118,15 +118,18 @@ def finite_difference(
 ) -> Products:
     """Difference of the gradients at ``w + εv`` and ``w``, with ``ε = √(machine epsilon) (1 + ‖w‖) / ‖v‖``.
 
-    Exact to about 4 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate).
+    Exact to about 4 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate). Not in
+    TF32, whatever is set for training.
 
     ``length``: the norm of such tensors, to broadcast against them; by default one of all together.
     """
     wanted, length = [*weights, *extra], length or norm
-    here = _grad(loss(weights), wanted)
+    with full_precision():
+        here = _grad(loss(weights), wanted)
     step = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5 * (1 + length(weights))
 
     @torch.enable_grad()
+    @full_precision()
     def along(v: Tensors) -> list[Tensor]:
         far = length(v)
         epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing
@@ -138,6 +141,33 @@ def finite_difference(
 
     n = len(weights)
     return Products(here[:n], lambda v: along(v)[:n], lambda v: along(v)[n:])
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 proper: in TF32, a GPU rounds the steps of finite differences away. What the user has set comes back."""
+    switches = _precision_switches()
+    kept = [getattr(owner, name) for owner, name, _ in switches]
+    try:
+        for owner, name, value in switches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(switches, kept, strict=True):
+            setattr(owner, name, value)
+
+
+def _precision_switches() -> list[tuple[Any, str, Any]]:
+    """Where to write what for full precision. torch has two kinds of switches, and refuses those not in use."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    old: list[tuple[Any, str, Any]] = [(cuda, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    try:
+        for owner, name, _ in old:
+            getattr(owner, name)
+    except RuntimeError:
+        recent = (cuda, *(getattr(cudnn, kind) for kind in ("conv", "rnn")))
+        return [(owner, "fp32_precision", "ieee") for owner in recent]
+    return old
 
 
 CURVATURES: dict[str, Callable[..., Products]] = {

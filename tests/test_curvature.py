@@ -333,3 +333,30 @@ def test_other_errors_are_not_mistaken_for_missing_kernels() -> None:
     with pytest.raises(RuntimeError) as raised:
         problem.products("exact").hessian([torch.randn(1) for _ in problem.weights])
     assert not isinstance(raised.value, NoSecondDerivative)
+
+
+def test_finite_differences_are_taken_in_full_precision() -> None:
+    """A GPU in TF32 would round the small step away; what the user has set comes back, in an error too."""
+    seen: list[bool] = []
+
+    def loss(weights: Sequence[Tensor]) -> Tensor:
+        seen.append(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return weights[0].square().sum()
+
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        asked = flags()
+        products = CURVATURES["finite-difference"](loss, [torch.ones(3, requires_grad=True)])
+        products.hessian([torch.ones(3)])
+        assert (seen, flags()) == ([False, False], asked)
+        with pytest.raises(KeyboardInterrupt):
+            products.hessian([torch.ones(3)])
+        assert flags() == asked and asked[0]
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ STARTS: dict[str, LogUniform | Uniform] = {
     "weight_decay": LogUniform(1e-7, 1e-2),
     "momentum": Uniform(0.0, 1.0),
 }
-CURVE_POINTS = 100
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -80,6 +80,9 @@ class Protocol:
         title: likewise.
         others: further metrics of the test set, by name.
         lost_above: a larger final loss counts as diverged.
+        points: how often the metric is looked at on the way.
+        saves: how often everything is saved on the way, if it is saved.
+        tf32: on a GPU, matrix products of training in TF32, as cuDNN computes an LSTM unless told otherwise.
         published: metric -> the table of the paper that has its numbers.
     """
 
@@ -97,6 +100,9 @@ class Protocol:
     title: str | None = None
     others: Mapping[str, LossFunction] = field(default_factory=dict)
     lost_above: float = math.inf
+    points: int = 100
+    saves: int = 10
+    tf32: bool = False
     published: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -134,6 +140,9 @@ def language(*, width: int = 650, sequences: int = 40, length: int = 70, **optio
         "replicas": 8,
         "batches": lambda part: windows(part[0], sequences, length),
         "measure": measure,
+        "points": 20,  # each takes half a second for 8 starts on an H200
+        "saves": 3,  # and each of these writes gigabytes
+        "tf32": True,
         "options": {"clip_norm": 0.25, "curvature": "finite-difference"},
         "published": {"test perplexity": "AverageResults_LargeScale"},
         **options,
@@ -227,17 +236,30 @@ def train(
         **method.options,
     )
     training, tuning = _parts(method, data)
-    population.run(
-        protocol.batches(training),
-        None if tuning is None else protocol.batches(tuning),
-        steps=steps,
-        measure={"test": (protocol.measure or protocol.loss, data.test)},
-        measure_every=max(1, steps // CURVE_POINTS),
-        progress=progress,
-        checkpoint=checkpoint,
-    )
+    with in_tf32() if protocol.tf32 else nullcontext():
+        population.run(
+            protocol.batches(training),
+            None if tuning is None else protocol.batches(tuning),
+            steps=steps,
+            measure={"test": (protocol.measure or protocol.loss, data.test)},
+            measure_every=max(1, steps // protocol.points),
+            progress=progress,
+            checkpoint=checkpoint,
+            every=-(-steps // protocol.saves),
+        )
     outcome = _outcome(population, protocol, data)
     return outcome._replace(seconds=time.perf_counter() - began)
+
+
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """Matrix products on a GPU with factors of 10 binary digits, at which its matrix units are fast."""
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(kept)
 
 
 def _parts(method: Method, data: Data) -> tuple[Any, Any]:
