@@ -110,9 +110,10 @@ class Minibatches:
         data: tensors of the same length, in any nest (usually ``(inputs, targets)``); kept where they are.
         size: rows a batch. What is left at the end of a pass is dropped.
         per_replica: one order a replica, instead of one for all.
+        skip: batches to leave out at the beginning: with 1, each is the one that comes next in the same order.
     """
 
-    def __init__(self, data: Any, size: int, *, seed: int = 0, per_replica: bool = False) -> None:
+    def __init__(self, data: Any, size: int, *, seed: int = 0, per_replica: bool = False, skip: int = 0) -> None:
         tensors = [x for x in tree_leaves(data) if isinstance(x, Tensor)]
         rows = {len(x) for x in tensors}
         if len(rows) != 1:
@@ -120,7 +121,7 @@ class Minibatches:
         self.rows = rows.pop()
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.rows:
             raise ValueError(f"size must be an integer from 1 to {self.rows}, but got {size}")
-        self.data, self.size, self.seed, self.per_replica = data, size, seed, per_replica
+        self.data, self.size, self.seed, self.per_replica, self.skip = data, size, seed, per_replica, skip
         self._passes = 0
         self._orders: tuple[Any, Tensor] = (None, torch.empty(0))
 
@@ -135,6 +136,7 @@ class Minibatches:
 
     def at(self, step: int, replicas: int | None = None) -> Any:
         """The batch of one step since the beginning; with ``replicas``, one a replica along a leading axis."""
+        step += self.skip
         order = self._order(step // len(self), replicas)
         place = step % len(self) * self.size
         rows = order[..., place : place + self.size]
@@ -166,7 +168,11 @@ class Feed:
         if isinstance(batches, Minibatches):
             self._replicas = replicas if batches.per_replica else None
             moved = Minibatches(
-                to_device(batches.data, device), batches.size, seed=batches.seed, per_replica=batches.per_replica
+                to_device(batches.data, device),
+                batches.size,
+                seed=batches.seed,
+                per_replica=batches.per_replica,
+                skip=batches.skip,
             )
             self._source: Minibatches | Cycle = moved
             self._place = 0

@@ -13,6 +13,7 @@ inside the loss (often none), and returns ``Products``. Costs are in gradients o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -114,24 +115,24 @@ def gauss_newton(loss: LossApart, weights: Tensors, extra: Tensors = ()) -> Prod
 
 
 def finite_difference(
-    loss: Loss, weights: Tensors, extra: Tensors = (), *, length: Callable[[Tensors], Any] | None = None
+    loss: Loss, weights: Tensors, extra: Tensors = (), *, size: Callable[[Tensors, Tensors], Any] | None = None
 ) -> Products:
-    """Difference of the gradients at ``w + εv`` and ``w``, with ``ε = √(machine epsilon) (1 + ‖w‖) / ‖v‖``.
+    """Difference of the gradients at ``w + εv`` and ``w``, with ``ε = 3 √(machine epsilon) / size(v, w)``.
 
-    Exact to about 4 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate). Not in
+    Exact to about 3 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate). Not in
     TF32, whatever is set for training.
 
-    ``length``: the norm of such tensors, to broadcast against them; by default one of all together.
+    ``size``: of such tensors beside the weights; by default ``relative_size``.
     """
-    wanted, length = [*weights, *extra], length or norm
+    wanted, size = [*weights, *extra], size or relative_size
     with full_precision():
         here = _grad(loss(weights), wanted)
-    step = max(torch.finfo(w.dtype).eps for w in weights) ** 0.5 * (1 + length(weights))
+    step = 3 * max(torch.finfo(w.dtype).eps for w in weights) ** 0.5
 
     @torch.enable_grad()
     @full_precision()
     def along(v: Tensors) -> list[Tensor]:
-        far = length(v)
+        far = size(v, weights)
         epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing
         moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
         there = _grad(loss(moved), [*moved, *extra])
@@ -141,6 +142,37 @@ def finite_difference(
 
     n = len(weights)
     return Products(here[:n], lambda v: along(v)[:n], lambda v: along(v)[n:])
+
+
+def relative_size(direction: Tensors, weights: Tensors) -> float:
+    """``sqrt(sum over tensors of (rms(v) / (rms(w) + 0.01))²)``: how far a direction goes, by what each tensor is like.
+
+    The norm of all weights together would be that of an embedding, next to which a step that moves the recurrent
+    weights of an LSTM beyond recognition looks small.
+    """
+    ratios = [_ratio(_norm(v), _norm(w), w.numel()) for v, w in zip(direction, weights, strict=True)]
+    return float(torch.linalg.vector_norm(torch.stack([r.to(ratios[0]) for r in ratios])))
+
+
+def relative_row_size(lengths: Sequence[int]) -> Callable[[Tensors, Tensors], Tensor]:
+    """The same for each row of a matrix, as a column: a ``size`` where rows are trained apart.
+
+    ``lengths``: of the tensors that each row is made of.
+    """
+
+    def size(direction: Tensors, weights: Tensors) -> Tensor:
+        parts = zip(direction[0].detach().split(lengths, 1), weights[0].detach().split(lengths, 1), strict=True)
+        norms = ((torch.linalg.vector_norm(v, dim=1), torch.linalg.vector_norm(w, dim=1)) for v, w in parts)
+        ratios = [_ratio(v, w, n) for (v, w), n in zip(norms, lengths, strict=True)]
+        found: Tensor = torch.linalg.vector_norm(torch.stack(ratios, 1), dim=1, keepdim=True)
+        return found
+
+    return size
+
+
+def _ratio(direction: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Of root mean squares, from norms. Tensors that are zero still, such as biases, count as 0.01."""
+    return direction / (weights + 0.01 * math.sqrt(count))
 
 
 @contextmanager
@@ -218,15 +250,14 @@ def _sum(*lists: Tensors) -> list[Tensor]:
 def norm(tensors: Tensors) -> float:
     """The Euclidean norm of all of them together."""
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    norms = [torch.linalg.vector_norm(t.detach().to(torch.promote_types(t.dtype, torch.float32))) for t in tensors]
+    norms = [_norm(t) for t in tensors]
     return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, wide) for n in norms])))
 
 
-def row_norms(tensors: Tensors) -> Tensor:
-    """The Euclidean norm of each row of a single matrix, as a column: a ``length`` where rows are trained apart."""
-    (rows,) = tensors
-    norms: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1, keepdim=True)
-    return norms
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(tensor.detach().to(wide))
+    return found
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onepass.curvature import exact, finite_difference, row_norms
+from onepass.curvature import exact, finite_difference, relative_row_size
 from onepass.guard import probation_step
 from onepass.hypergradient import look_back, unrolled
 from onepass.hyperparameters import TRANSFORMS
@@ -210,7 +210,9 @@ def _finite_difference(method: Method, now: Weights, buffers: Named, taken: Take
         own = unused.pop() if unused else copied(now.buffers)
         return method.losses(method.stack.views(rows[0]), own, taken).sum()
 
-    products = finite_difference(loss, [now.weights.detach().requires_grad_()], length=row_norms)
+    products = finite_difference(
+        loss, [now.weights.detach().requires_grad_()], size=relative_row_size(method.stack.sizes)
+    )
     return products.gradient[0], lambda rows: products.hessian([rows])[0]
 
 

@@ -63,6 +63,13 @@ def test_a_plain_loop_and_steps_by_number_are_the_same() -> None:
     assert fresh.at(0)[1].tolist() == looped[0]  # any step at any time
 
 
+def test_one_ahead() -> None:
+    ahead, batches = onepass.Minibatches(ROWS, 5, skip=1), onepass.Minibatches(ROWS, 5)
+    for replicas in (None, 2):
+        for step in range(6):
+            assert torch.equal(ahead.at(step, replicas)[1], batches.at(step + 1, replicas)[1])
+
+
 def test_replicas_have_orders_of_their_own_that_do_not_depend_on_how_many_there_are() -> None:
     minibatches = onepass.Minibatches(ROWS, 5, per_replica=True)
     for step in range(3):

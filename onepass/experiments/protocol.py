@@ -239,7 +239,7 @@ def train(
     with in_tf32() if protocol.tf32 else nullcontext():
         population.run(
             protocol.batches(training),
-            None if tuning is None else protocol.batches(tuning),
+            None if tuning is None else following(protocol.batches(tuning), tuning is training),
             steps=steps,
             measure={"test": (protocol.measure or protocol.loss, data.test)},
             measure_every=max(1, steps // protocol.points),
@@ -268,6 +268,17 @@ def _parts(method: Method, data: Data) -> tuple[Any, Any]:
     training = everything if method.trains_on == "all" else data.train
     tuned = method.options.get("tune") != ()
     return training, {"validation": data.valid, "training": training}[method.tunes_by] if tuned else None
+
+
+def following(batches: Any, same: bool) -> Any:
+    """To tune by the training data itself: after each step, the batch of the next one. The batch just stepped on would
+    say too much good of the step.
+    """
+    if not same:
+        return batches
+    if isinstance(batches, Minibatches):
+        return Minibatches(batches.data, batches.size, seed=batches.seed, per_replica=batches.per_replica, skip=1)
+    return [*batches[1:], batches[0]]
 
 
 def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:

@@ -74,6 +74,19 @@ def test_baydin_never_sees_validation_data() -> None:
     assert torch.equal(*seen)
 
 
+def test_baydin_looks_at_the_batch_that_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch just stepped on would praise every step."""
+    fed: list[Any] = []
+    monkeypatch.setattr(onepass.Population, "run", lambda self, train, valid, **options: fed.extend((train, valid)))
+    for protocol, data in ((PROTOCOLS["digits"], load("digits")), (TINY, words.data())):
+        fed.clear()
+        with pytest.raises(IndexError):  # there was no run to report
+            train(protocol, METHODS["baydin"], data, replicas=2, steps=5)
+        training, tuning = ([feed.at(t, 2) for t in range(50)] if protocol is not TINY else feed for feed in fed)
+        for now, new in zip(training[1:], tuning, strict=False):
+            assert all(torch.equal(a, b) for a, b in zip(now, new, strict=True))
+
+
 @pytest.mark.parametrize("name", IN_THE_PAPER)
 def test_the_paper_has_numbers_for_its_methods(name: str) -> None:
     for dataset in ("uci-energy", "kin8nm", "uci-power"):
