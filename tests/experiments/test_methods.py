@@ -80,7 +80,7 @@ def test_baydin_looks_at_the_batch_that_comes_next(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(onepass.Population, "run", lambda self, train, valid, **options: fed.extend((train, valid)))
     for protocol, data in ((PROTOCOLS["digits"], load("digits")), (TINY, words.data())):
         fed.clear()
-        with pytest.raises(IndexError):  # there was no run to report
+        with pytest.raises(KeyError):  # there was no run to report
             train(protocol, METHODS["baydin"], data, replicas=2, steps=5)
         training, tuning = ([feed.at(t, 2) for t in range(50)] if protocol is not TINY else feed for feed in fed)
         for now, new in zip(training[1:], tuning, strict=False):
