@@ -97,7 +97,7 @@ class Peak(NamedTuple):
     kept: float
 
 
-def extra(device: str, optimizer: str, lookback: int, guard: bool) -> Peak:
+def extra(device: str, optimizer: str, lookback: int | None, guard: bool) -> Peak:
     plain, tuned = (_run(device, optimizer, options) for options in (None, (lookback, guard)))
     weights = 4 * sum(p.numel() for p in deep().parameters())
     return Peak((tuned[0] - plain[0]) / weights, (tuned[1] - plain[1]) / weights)
@@ -109,7 +109,7 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(512, 10))
 
 
-def _run(device: str, name: str, options: tuple[int, bool] | None) -> tuple[int, int]:
+def _run(device: str, name: str, options: tuple[int | None, bool] | None) -> tuple[int, int]:
     """The highest and the last memory of a training of its own, in bytes."""
 
     def work() -> object:
@@ -164,9 +164,10 @@ def main() -> None:
     print("\nextra memory of a tuned run over a plain one, in copies of the weights")
     print(f"{'optimizer':<12}{'lookback':>10}{'guard':>8}{'highest':>10}{'kept':>8}")
     found = {}
-    for name, lookback, guard in product(OPTIMIZERS, (1, 5), (True, False)):
+    for name, lookback, guard in product(OPTIMIZERS, (None, 1, 5), (True, False)):
         peak = found[name, lookback, guard] = extra(args.device, name, lookback, guard)
-        print(f"{name:<12}{lookback:>10}{'on' if guard else 'off':>8}{peak.highest:>10.2f}{peak.kept:>8.2f}")
+        row = f"{name:<12}{lookback or 'default':>10}{'on' if guard else 'off':>8}"
+        print(f"{row}{peak.highest:>10.2f}{peak.kept:>8.2f}")
     if args.json:
         peaks = [{"optimizer": n, "lookback": i, "guard": g, **p._asdict()} for (n, i, g), p in found.items()]
         growths = {"hyper_steps": args.hyper_steps, "before": before._asdict(), "after": after._asdict()}

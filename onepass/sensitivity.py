@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onepass.linearise import Piece
 
@@ -85,16 +86,22 @@ def agreed(far: Tensor, near: Tensor) -> Tensor:
 
 
 def _stepped(piece: Piece, before: Sensitivity, seeds: Mapping[str, Tensor], gradient: Tensor) -> Sensitivity:
+    """By forward-mode differentiation of the rule: every tensor carries along how fast it changes."""
     state = {key: value for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"}
-    state_before = {key: before[key] if key in before else torch.zeros_like(value) for key, value in state.items()}
-    values = {name: piece.values[name] for name in seeds}
-
-    def step(values: Any, weights: Tensor, gradient: Tensor, state: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        update, after = piece.update({**piece.values, **values}, weights, gradient, {**piece.state, **state})
+    with forward_ad.dual_level():
+        values = {name: forward_ad.make_dual(piece.values[name], seed) for name, seed in seeds.items()}
+        weights = forward_ad.make_dual(piece.weights, before["weights"])
+        carried = {key: forward_ad.make_dual(value, before[key]) for key, value in state.items() if key in before}
+        update, after = piece.update(
+            {**piece.values, **values},
+            weights,
+            forward_ad.make_dual(piece.gradient, gradient),
+            {**piece.state, **carried},
+        )
         tensors = {key: value for key, value in after.items() if isinstance(value, Tensor) and key != "step"}
-        return weights - update, tensors
+        return {key: _change(value) for key, value in {"weights": weights - update, **tensors}.items()}
 
-    given = (values, piece.weights, piece.gradient, state)
-    changes = (dict(seeds), before["weights"], gradient, state_before)
-    weights, after = torch.func.jvp(step, given, changes)[1]
-    return {"weights": weights, **after}
+
+def _change(value: Tensor) -> Tensor:
+    change = forward_ad.unpack_dual(value).tangent
+    return torch.zeros_like(value) if change is None else change
