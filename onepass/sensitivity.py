@@ -88,8 +88,10 @@ def agreed(far: Tensor, near: Tensor) -> Tensor:
 def _stepped(piece: Piece, before: Sensitivity, seeds: Mapping[str, Tensor], gradient: Tensor) -> Sensitivity:
     """By forward-mode differentiation of the rule: every tensor carries along how fast it changes."""
     state = {key: value for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"}
+    # Products of a number that has no change with a tensor that has one are ten times slower than with a change of 0.
+    numbers = {n: torch.zeros_like(v) for n, v in piece.values.items() if isinstance(v, Tensor) and v.dim() == 0}
     with forward_ad.dual_level():
-        values = {name: forward_ad.make_dual(piece.values[name], seed) for name, seed in seeds.items()}
+        values = {name: forward_ad.make_dual(piece.values[name], seed) for name, seed in {**numbers, **seeds}.items()}
         weights = forward_ad.make_dual(piece.weights, before["weights"])
         carried = {key: forward_ad.make_dual(value, before[key]) for key, value in state.items() if key in before}
         update, after = piece.update(
