@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,39 +134,43 @@ class Minibatches:
         for i in range(len(self)):
             yield self.at(first + i)
 
-    def at(self, step: int, replicas: int | None = None) -> Any:
-        """The batch of one step since the beginning; with ``replicas``, one a replica along a leading axis."""
+    def at(self, step: int, replicas: int | Sequence[int] | None = None) -> Any:
+        """The batch of one step since the beginning.
+
+        ``replicas``, how many or which of them, have one each, along a leading axis.
+        """
         step += self.skip
         order = self._order(step // len(self), replicas)
         place = step % len(self) * self.size
         rows = order[..., place : place + self.size]
         return tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, self.data)
 
-    def _order(self, number: int, replicas: int | None) -> Tensor:
+    def _order(self, number: int, replicas: int | Sequence[int] | None) -> Tensor:
         """The rows of one pass in their order, kept until another pass is asked for."""
-        if self._orders[0] != (number, replicas):
+        members = None if replicas is None else tuple(range(replicas) if isinstance(replicas, int) else replicas)
+        if self._orders[0] != (number, members):
             generator = torch.Generator()
-            seeds = [seed_of(self.seed, "order", number, *([] if r is None else [r])) for r in _each(replicas)]
+            each = [seed_of(self.seed, "order", number, r) for r in members or ()]
+            seeds = [seed_of(self.seed, "order", number)] if members is None else each
             orders = [torch.randperm(self.rows, generator=generator.manual_seed(s)) for s in seeds]
             device = next(x.device for x in tree_leaves(self.data) if isinstance(x, Tensor))
-            order = orders[0] if replicas is None else torch.stack(orders)
-            self._orders = ((number, replicas), order.to(device))
+            order = orders[0] if members is None else torch.stack(orders)
+            self._orders = ((number, members), order.to(device))
         return self._orders[1]
 
 
-def _each(replicas: int | None) -> Iterable[int | None]:
-    return [None] if replicas is None else range(replicas)
-
-
 class Feed:
-    """Batches for a population: cycled, on its device, all of one shape, and with a place to come back to."""
+    """Batches for a population: cycled, on its device, all of one shape, and with a place to come back to.
 
-    def __init__(self, batches: Any, name: str, device: torch.device, replicas: int, seed: int) -> None:
+    ``members``: the numbers of its replicas, by which each has its own order, if it has one.
+    """
+
+    def __init__(self, batches: Any, name: str, device: torch.device, members: Sequence[int], seed: int) -> None:
         self.batches, self.name, self._device = batches, name, device
         self.per_replica = isinstance(batches, Minibatches) and batches.per_replica
+        self.members = members
         self._shapes: Any = None
         if isinstance(batches, Minibatches):
-            self._replicas = replicas if batches.per_replica else None
             moved = Minibatches(
                 to_device(batches.data, device),
                 batches.size,
@@ -185,7 +189,7 @@ class Feed:
 
     def peek(self) -> Any:
         if isinstance(self._source, Minibatches):
-            return self._source.at(self._place, self._replicas)
+            return self._source.at(self._place, self.members if self.per_replica else None)
         batch = self._source.peek()
         return batch if self._ready else self._checked(to_device(batch, self._device))
 

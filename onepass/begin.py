@@ -198,6 +198,7 @@ def set_up(
         begin=now if restart else None,
         sensitivities={n: {"weights": torch.zeros_like(weights)} for n in far if estimator == "whole-run"},
         age=torch.zeros(replicas, 1, dtype=torch.float64),
+        path=torch.zeros(replicas, 1, dtype=torch.float64),
     )
     return method, state
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-FORM = 2  # of the file; one of another form is refused
+FORM = 3  # of the file; one of another form is refused
 
 
 def save(path: str | Path, state: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +20,11 @@ import torch
 from onepass.backends import BACKENDS
 
 try:
-    from onepass.experiments import artefacts, demo, tables
+    from onepass.experiments import artefacts, cluster, demo, tables
     from onepass.experiments.datasets import DATASETS
     from onepass.experiments.methods import METHODS
     from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
-    from onepass.experiments.runs import Cell, Request, UsageError, cells, compute, finished
+    from onepass.experiments.runs import Cell, Request, UsageError, cells, check_backend, compute, finished
     from onepass.experiments.sources import DataError
 except ModuleNotFoundError as missing:
     sys.exit(f"onepass: the command line needs {missing.name}: pip install 'onepass[experiments]'")
@@ -112,6 +112,16 @@ def parser() -> argparse.ArgumentParser:
         default=Path("out/paper"),
         help="folder of results; what it has is not repeated (%(default)s)",
     )
+    one.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: one method after the other; ray: side by side, one a CPU or GPU of a Ray cluster (%(default)s)",
+    )
+    one.add_argument(
+        "--address",
+        help="of the Ray cluster: auto, HOST:PORT, ray://HOST:PORT (default: $RAY_ADDRESS, else this machine)",
+    )
     _settings(one)
 
     one = _command(
@@ -198,8 +208,6 @@ def _device(text: str) -> str:
         kind = ""
     if kind not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"must be cpu or cuda, but got {text!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{text!r} was asked for, but torch sees no CUDA device; use --device cpu")
     return text
 
 
@@ -234,18 +242,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def reproduce(args: argparse.Namespace) -> None:
+    if args.address is not None and args.engine != "ray":
+        raise UsageError("--address is for --engine ray, but --engine is local; add --engine ray, or leave it out")
     out, began = _writable(args.out), time.perf_counter()
     wanted = {name: _requests(args, name) for name in args.artefacts}
     every = list(dict.fromkeys(request for requests in wanted.values() for request in requests))
     done = {request: cell for request in every if (cell := finished(request, out)) is not None}
     say = _silent if args.quiet else _say
-    say(f"{len(every)} cells: {len(done)} finished, {len(every) - len(done)} to compute on {_chosen(args)}, into {out}")
-    for number, request in enumerate(every, 1):
-        if request in done:
-            continue
-        say(f"[{number}/{len(every)}] {request.dataset}, {request.method}")
-        done[request] = cell = _computed(request, out, args)
-        say(f"    median {cell.summary.median:.4g}, {cell.summary.diverged} diverged, {cell.seconds:.1f} s")
+    missing = [request for request in every if request not in done]
+    compute_all, place = (_side_by_side, "Ray") if args.engine == "ray" else (_in_turn, _chosen(args))
+    say(f"{len(every)} cells: {len(done)} finished, {len(missing)} to compute on {place}, into {out}")
+    with closing(compute_all(args, missing, out)) as found:
+        for cell in found:
+            done[cell.request] = cell
     if args.json:
         print(json.dumps([done[request].to_json() for request in every]))
     else:
@@ -315,6 +324,31 @@ def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
     return Request(dataset, method, replicas, args.steps or protocol.steps, args.seed, args.split)
 
 
+Cells = Generator[Cell, None, None]
+
+
+def _in_turn(args: argparse.Namespace, requests: list[Request], out: Path) -> Cells:
+    say = _silent if args.quiet else _say
+    for number, request in enumerate(requests, 1):
+        say(f"[{number}/{len(requests)}] {request.dataset}, {request.method}")
+        cell = _computed(request, out, args)
+        say(f"    {_in_short(cell)}")
+        yield cell
+
+
+def _side_by_side(args: argparse.Namespace, requests: list[Request], out: Path) -> Cells:
+    say = _silent if args.quiet else _say
+    settings = {"device": args.device, "backend": args.backend, "data_dir": args.data_dir}
+    with closing(cluster.computed(requests, out, address=args.address, **settings)) as cells:
+        for number, cell in enumerate(cells, 1):
+            say(f"[{number}/{len(requests)}] {cell.request.dataset}, {cell.request.method}: {_in_short(cell)}")
+            yield cell
+
+
+def _in_short(cell: Cell) -> str:
+    return f"median {cell.summary.median:.4g}, {cell.summary.diverged} diverged, {cell.seconds:.1f} s"
+
+
 def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
     progress = not args.quiet
     return compute(request, out, device=_chosen(args), backend=args.backend, data_dir=args.data_dir, progress=progress)
@@ -322,8 +356,9 @@ def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
 
 def _chosen(args: argparse.Namespace) -> str:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.backend == "graphs" and device == "cpu":
-        raise UsageError("--backend graphs needs a CUDA device, but this runs on the CPU; use traced or compiled")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"{device!r} was asked for, but torch sees no CUDA device; use --device cpu")
+    check_backend(args.backend, device)
     return device
 
 

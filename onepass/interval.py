@@ -90,7 +90,8 @@ def plain_step(method: Method, state: State, values: Named, taken: Taken) -> Sta
     buffers = copied(now.buffers)
     views = method.leaves(now.weights)
     found = method.clipped(method.stack.join(gradient(method.losses(views, buffers, taken), views)))
-    return _remembered(method, state, values)._replace(now=_stepped(method, now, values, found, buffers))
+    state = _remembered(method, state, values)
+    return state._replace(now=_stepped(method, now, values, found, buffers), path=state.path + 1)
 
 
 def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Taken], valid: Any) -> tuple[State, Record]:
@@ -100,7 +101,7 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
     piece, products, buffers = linearised(method, before, values, taken[-1], with_hessian=method.unroll is None)
     now = _stepped(method, before, values, piece.gradient, buffers)
     loss, valid_gradient = _validation(method, now, valid)
-    state, back, again = judged(method, state._replace(now=now), before, loss, valid)
+    state, back, again = judged(method, state._replace(now=now, path=state.path + 1), before, loss, valid)
     if method.estimator == "product":
         slopes = {"lr": gradient_product(piece.gradient, valid_gradient).to(state.raw["lr"].dtype)}
     else:
@@ -297,7 +298,8 @@ def _remembered(method: Method, state: State, values: Named) -> State:
 def _restarted(state: State) -> State:
     if state.begin is None:
         return state
-    return state._replace(now=state.begin._replace(buffers=copied(state.begin.buffers)), window=[])
+    begin = state.begin._replace(buffers=copied(state.begin.buffers))
+    return state._replace(now=begin, window=[], path=torch.zeros_like(state.path))
 
 
 def _scaled(state: State) -> State:
@@ -314,7 +316,8 @@ def _validation(method: Method, now: Weights, batch: Any) -> tuple[Tensor, Tenso
 def _record(method: Method, state: State, loss: Tensor, slopes: Named, returned: Tensor, skipped: Tensor) -> Record:
     values = {**state.fixed, **{name: method.natural(state, name) for name in method.tune}}
     unknown = torch.full_like(loss, torch.nan).unsqueeze(1)
-    return Record(loss, middles(values), middles({n: slopes.get(n, unknown) for n in method.tune}), returned, skipped)
+    slopes = {name: slopes.get(name, unknown) for name in method.tune}
+    return Record(loss, middles(values), middles(slopes), returned, skipped, state.path[:, 0])
 
 
 def middles(named: Named) -> Named:

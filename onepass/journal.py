@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.history import Schedule
 from onepass.replicas import Named, Record, mapped, selected
 
 # Once there are this many records, every second is dropped, and only every second, fourth ... is kept from then on.
@@ -25,8 +26,9 @@ class PopulationHistory:
         skipped: how many hyper steps left a replica's values alone because something was not finite.
     """
 
-    def __init__(self, start: Named, replicas: int) -> None:
+    def __init__(self, start: Named, replicas: int, per_element: tuple[str, ...] = ()) -> None:
         self.start = {name: value.cpu() for name, value in start.items()}
+        self._per_element = per_element
         self.steps: list[int] = []
         self.measured_steps: list[int] = []
         self.measured_seconds: list[float] = []
@@ -53,6 +55,37 @@ class PopulationHistory:
         self.measured_steps.append(step)
         self.measured_seconds.append(seconds)
         self._measured.append(found)
+
+    def choose(self, index: Tensor) -> None:
+        """Go on with the columns of these replicas: each brings its own past along."""
+
+        def columns(nest: Any) -> Any:
+            return mapped(lambda tensor: tensor[index.to(tensor.device)], nest)
+
+        self.start, self._records, self._measured = map(columns, (self.start, self._records, self._measured))
+        self._returns, self._skipped = columns(self._returns), columns(self._skipped)
+
+    def amend(self, step: int, values: Named) -> None:
+        """Values that somebody else has set after the record of this step, or before the first."""
+        if step == 0:
+            self.start |= {name: value.double().cpu() for name, value in values.items() if name in self.start}
+        elif self.steps and self.steps[-1] == step:
+            last = self._records[-1]
+            known = {name: value.double() for name, value in values.items() if name in last.values}
+            self._records[-1] = last._replace(values={**last.values, **known})
+
+    def schedule(self, replica: int) -> Schedule:
+        """The values that one replica found, to be replayed in another run. What the guard has undone is left out."""
+        if self._per_element:
+            raise ValueError(f"only one value a replica can be replayed, but {self._per_element[0]!r} has one a weight")
+        every = [(0, {name: [float(value[replica])] for name, value in self.start.items()})]
+        columns = {name: value[:, replica].tolist() for name, value in self.values.items()}
+        for i, record in enumerate(self._records):
+            step = int(record.path[replica])
+            while len(every) > 1 and every[-1][0] >= step:
+                every.pop()
+            every.append((step, {name: [column[i]] for name, column in columns.items()}))
+        return Schedule([step for step, _ in every], [values for _, values in every])
 
     def __len__(self) -> int:
         return len(self.steps)

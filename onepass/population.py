@@ -24,6 +24,7 @@ from onepass.journal import PopulationHistory
 from onepass.memory import kept_warm
 from onepass.method import Taken, idle_parameters
 from onepass.progress import Progress
+from onepass.rearrange import checked_replicas, named_columns, taken_from, with_values
 from onepass.replicas import Named, Record, State, Weights, from_plain, mapped, selected, to_plain
 from onepass.rules import Rule
 from onepass.settings import check_backend, check_count, check_method, checked_device
@@ -32,7 +33,7 @@ from onepass.stopwatch import Stopwatch
 from onepass.tuner import HyperOptimizer, default_hyper_optimizer
 from onepass.workers import Each, workers
 
-WORTH_RECORDING = 300  # weight steps
+WORTH_RECORDING = 300  # weight steps in all: what is recorded serves the next run too
 CPU = torch.device("cpu")
 
 
@@ -156,10 +157,12 @@ class Population:
         self._block, self._size, self._backend = block, block or replicas, backend
         self._earlier: list[Taken] = []
         self._feeds: Feeds | None = None
+        self._loaded: dict[str, Any] | None = None  # what a loaded state has to say to the next run
+        self._members = list(range(replicas))  # whose order of batches each replica has
         self._made: tuple[str, Backend] | None = None
         self._made_by = made_by(self._method, state, replicas=replicas, seed=seed, restart=restart)
         starts = {**state.fixed, **{name: state.limits[name].start for name in state.raw}}
-        self.history = PopulationHistory(middles(starts), replicas)
+        self.history = PopulationHistory(middles(starts), replicas, tuple(per_element))
 
     @torch.enable_grad()
     def run(
@@ -231,6 +234,62 @@ class Population:
         shared = {n: float(v) for n, v in method.switches.items() if n in self._named and n in method.rule.tunable}
         return columns | {n: torch.full((self.replicas,), v, dtype=torch.float64) for n, v in shared.items()}
 
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        """Other hyperparameters from here on: name -> one number, or one a replica, natural units.
+
+        Tuned ones stay inside their bounds, and are tuned on from there. Constants that all share cannot be set.
+        """
+        self._state = with_values(self._method, self._state, values)
+        now = self.values()
+        self.history.amend(self.steps, named_columns({name: now[name] for name in values}))
+
+    def keep(self, replicas: Sequence[int] | Tensor) -> None:
+        """Go on with these replicas alone, in this order: nothing else changes for them."""
+        index = checked_replicas("replicas", replicas, self.replicas)
+        if len(index.unique()) < len(index):
+            raise ValueError("replicas must differ from each other; population.copy(sources) makes copies")
+        self._rearrange(index)
+        self._members = [self._members[i] for i in index.tolist()]
+        self.replicas = self._size = len(index)
+
+    def copy(self, sources: Sequence[int] | Tensor) -> None:
+        """Replica ``r`` becomes what ``sources[r]`` is: weights, optimizer, values and how they are tuned, history.
+
+        With mini-batches in an order of their own, copies see different ones from here on.
+        """
+        index = checked_replicas("sources", sources, self.replicas)
+        if len(index) != self.replicas:
+            raise ValueError(f"sources must be {self.replicas} numbers, one a replica, but got {len(index)}")
+        self._rearrange(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from, in tensors on the CPU and plain containers."""
+        batches = self._loaded or {
+            "feeds": [feed.state_dict() for feed in self._feeds or () if feed is not None],
+            "earlier": [(taken.step, tree_leaves(to_device(taken.batch, CPU))) for taken in self._earlier],
+        }
+        return {
+            "steps": self.steps,
+            "members": self._members,
+            "state": to_plain(self._state),
+            "batches": batches,
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, in a population made with the same arguments and as many replicas."""
+        if len(state["members"]) != self.replicas:
+            raise ValueError(f"the state must be of {self.replicas} replicas, but is of {len(state['members'])}")
+        found: State = from_plain(state["state"], self._device)
+        if found.now.weights.shape != self._state.now.weights.shape or {*found.raw} != {*self._state.raw}:
+            raise ValueError(
+                f"the state must be of the same model and tuned values, {sorted(self._state.raw)}, but is of "
+                f"{tuple(found.now.weights.shape)[1]} weights and {sorted(found.raw)}"
+            )
+        self.steps, self._members, self._state = state["steps"], list(state["members"]), found
+        self._feeds, self._loaded = None, state["batches"] if state["steps"] else None
+        self.history.load_state_dict(dict(state["history"]))
+
     def evaluate(self, metric: LossFunction, batch: Any) -> Tensor:
         """``metric(model, batch)`` of every replica, in evaluation mode; NaN where a replica has diverged."""
         batch = self._own_batch(batch)
@@ -288,11 +347,30 @@ class Population:
 
         def feed(batches: Any, name: str, last: Feed | None) -> Feed:
             if last is not None and last.batches is batches:
+                last.members = self._members
                 return last
-            return Feed(batches, name, self._device, self.replicas, self.seed)
+            return Feed(batches, name, self._device, self._members, self.seed)
 
         last_train, last_valid = self._feeds or (None, None)
-        return Feeds(feed(train, "train", last_train), None if valid is None else feed(valid, "valid", last_valid))
+        found = Feeds(feed(train, "train", last_train), None if valid is None else feed(valid, "valid", last_valid))
+        if self._loaded is not None:
+            self._found_again(found, self._loaded)
+            self._loaded = None
+        return found
+
+    def _found_again(self, feeds: Feeds, loaded: Mapping[str, Any]) -> None:
+        """The place in the batches, and the last ones, that a loaded state was saved with."""
+        for feed, place in zip([feed for feed in feeds if feed is not None], loaded["feeds"], strict=True):
+            feed.load_state_dict(place)
+        form = tree_structure(feeds.train.peek())
+        batches = [(step, tree_unflatten(parts, form)) for step, parts in loaded["earlier"]]
+        self._earlier = [Taken(step, to_device(batch, self._device)) for step, batch in batches]
+
+    def _rearrange(self, index: Tensor) -> None:
+        self._state = taken_from(self._state, index)
+        if self._method.per_replica[0]:
+            self._earlier = [taken._replace(batch=taken_from(taken.batch, index)) for taken in self._earlier]
+        self.history.choose(index)
 
     def _begin(self, taken: Taken, valid: Any, end: int) -> list[Block]:
         random = self._method.dropout is not None
@@ -300,7 +378,7 @@ class Population:
         members = (
             lanes_of(self.replicas, self._device) if random else members_of(self.replicas, self._size, self._device)
         )
-        blocks = split(self._chosen_backend(self.steps, end), self._state, members, [True] * len(members))
+        blocks = split(self._chosen_backend(end), self._state, members, [True] * len(members))
         for block in blocks:
             block.begin(taken, valid)
         return blocks
@@ -374,9 +452,9 @@ class Population:
             for name, (metric, batch) in metrics.items()
         }
 
-    def _chosen_backend(self, begin: int, end: int) -> Backend:
+    def _chosen_backend(self, end: int) -> Backend:
         """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
-        eager = self._method.dropout is not None or not self._recordable or end - begin < WORTH_RECORDING
+        eager = self._method.dropout is not None or not self._recordable or end < WORTH_RECORDING
         if self._method.dropout is not None and self._backend not in ("auto", "eager"):
             raise ValueError(
                 f"backend must be 'auto' or 'eager' where the loss draws random numbers, but got {self._backend!r}"
@@ -390,18 +468,15 @@ class Population:
     # --- saving ---
 
     def _save(self, path: str | Path, origin: dict[str, Any], begin: int, blocks: list[Block]) -> None:
-        assert self._feeds is not None
+        self._state = merged(blocks, [block.state for block in blocks])
         files.save(
             path,
             {
                 "made_by": origin,
                 "steps": [begin, self.steps],
-                "state": to_plain(merged(blocks, [block.state for block in blocks])),
                 "blocks": [(block.members.tolist(), block.alive) for block in blocks],
                 "size": self._size,
-                "earlier": [(taken.step, tree_leaves(to_device(taken.batch, CPU))) for taken in self._earlier],
-                "feeds": [feed.state_dict() for feed in self._feeds if feed is not None],
-                "history": self.history.state_dict(),
+                "population": self.state_dict(),
             },
         )
 
@@ -415,17 +490,13 @@ class Population:
                 f"checkpoint {path} must not have come further than step {end}, but it is at {saved['steps'][1]}; "
                 "give another path to begin anew"
             )
-        self.steps, self._size = saved["steps"][1], saved["size"]
-        self._state = from_plain(saved["state"], self._device)
-        form = tree_structure(self._feeds.train.peek())
-        batches = [(step, tree_unflatten(parts, form)) for step, parts in saved["earlier"]]
-        self._earlier = [Taken(step, to_device(batch, self._device)) for step, batch in batches]
-        for feed, place in zip([f for f in self._feeds if f is not None], saved["feeds"], strict=True):
-            feed.load_state_dict(place)
-        self.history.load_state_dict(saved["history"])
+        feeds, self._size = self._feeds, saved["size"]
+        self.load_state_dict(saved["population"])
+        self._feeds, self._loaded = feeds, None
+        self._found_again(feeds, saved["population"]["batches"])
         members = [torch.tensor(members, device=self._device) for members, _ in saved["blocks"]]
         alive = [alive for _, alive in saved["blocks"]]
-        return split(self._chosen_backend(begin, end), self._state, members, alive)
+        return split(self._chosen_backend(end), self._state, members, alive)
 
 
 class Feeds(NamedTuple):

@@ -35,6 +35,7 @@ class Point(NamedTuple):
 
     now: Weights
     raw: Named
+    path: Tensor
 
 
 class State(NamedTuple):
@@ -54,6 +55,7 @@ class State(NamedTuple):
         sensitivities: by tuned name, what a change of the value over the whole run has done to weights and optimizer
             state, where hypergradients are taken so.
         age: for how many hyper steps they have been kept, ``(replicas, 1)``.
+        path: weight steps that led here: all that were taken, less those that the guard has undone; ``(replicas, 1)``.
     """
 
     now: Weights
@@ -68,12 +70,14 @@ class State(NamedTuple):
     begin: Weights | None
     sensitivities: dict[str, Named]
     age: Tensor
+    path: Tensor
 
 
 class Record(NamedTuple):
     """What one interval did, one entry a replica: a median where every weight has a value of its own.
 
-    ``hypergradients`` in raw space; ``returned``: times the guard went back; ``skipped``: not finite, so not used.
+    ``hypergradients`` in raw space; ``returned``: times the guard went back; ``skipped``: not finite, so not used;
+    ``path``: weight steps that the guard has not undone.
     """
 
     valid_loss: Tensor
@@ -81,6 +85,7 @@ class Record(NamedTuple):
     hypergradients: Named
     returned: Tensor
     skipped: Tensor
+    path: Tensor
 
 
 def mapped(function: Callable[..., Any], *nests: Any) -> Any:

@@ -24,7 +24,7 @@ def watched(method: Method, state: State, taken: Taken, valid: Any) -> State:
     if buffers:
         method.losses(method.stack.views(state.now.weights), buffers, taken)
     health = method.guard.start(method.valid_loss(state.now, valid))
-    return state._replace(health=health, point=Point(state.now._replace(buffers=buffers), state.raw))
+    return state._replace(health=health, point=Point(state.now._replace(buffers=buffers), state.raw, state.path))
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def judged(method: Method, state: State, before: Weights, loss: Tensor, valid: A
     optimizers = [
         completed(one, state.now.optimizer, method.rule) for one in (before.optimizer, state.point.now.optimizer)
     ]
-    here = Point(Weights(before.weights, state.now.buffers, optimizers[0]), state.raw)
-    there = Point(state.point.now._replace(optimizer=optimizers[1]), state.point.raw)
+    here = Point(Weights(before.weights, state.now.buffers, optimizers[0]), state.raw, state.path - 1)
+    there = state.point._replace(now=state.point.now._replace(optimizer=optimizers[1]))
     return state._replace(health=health, point=chosen(verdict.safe, here, there)), ~verdict.healthy, again
 
 
@@ -79,7 +79,8 @@ def sent_back(method: Method, state: State, who: Tensor, again: Tensor) -> State
         raw=raw,
         hyper=chosen(who, anew, state.hyper),
         # Should this not be enough, the next return starts from here.
-        point=Point(point.now._replace(optimizer=old), chosen(who, raw, point.raw)),
+        point=Point(point.now._replace(optimizer=old), chosen(who, raw, point.raw), point.path),
+        path=chosen(who, point.path, state.path),
     )
 
 

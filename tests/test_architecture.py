@@ -32,7 +32,7 @@ LAYERS = [
     {"linearise", "evaluation", "snapshot", "checks", "batches", "replicas"},
     {"hypergradient", "sensitivity", "entries", "history", "optim", "recovery", "stack", "journal"},
     {"whole_run", "estimator", "schedulers", "method"},
-    {"tuner", "watch"},
+    {"tuner", "watch", "rearrange"},
     {"begin", "interval"},
     {"backends"},
     {"blocks", "settings"},

@@ -87,7 +87,7 @@ def test_history_before_a_run() -> None:
 
 def entry(step: int) -> Record:
     value, count = torch.tensor([float(step), -float(step)]), torch.tensor([1, 0])
-    return Record(value, {"lr": value}, {"lr": value}, count, 1 - count)
+    return Record(value, {"lr": value}, {"lr": value}, count, 1 - count, value)
 
 
 @pytest.mark.parametrize("count", [LARGEST - 1, LARGEST, LARGEST + 1, 2 * LARGEST, 5 * LARGEST + 7])

@@ -170,10 +170,10 @@ def test_an_interrupted_part_has_no_time(tmp_path: Path) -> None:
 
 def test_checkpoints_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "population.pt"
-    monkeypatch.setattr(checkpoint, "FORM", 1)
+    monkeypatch.setattr(checkpoint, "FORM", 2)
     population().run([TRAIN], [VALID], steps=10, checkpoint=path)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="must have form 2, but has form 1: another version of onepass wrote it"):
+    with pytest.raises(ValueError, match="must have form 3, but has form 2: another version of onepass wrote it"):
         population().run([TRAIN], [VALID], steps=10, checkpoint=path)
 
 

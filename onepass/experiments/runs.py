@@ -140,10 +140,7 @@ def compute(
         return done
     protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
     data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
-    folder = _folder(request, out)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = _checkpoint(request, folder)
-    with _alone(folder):
+    with alone(request, out) as checkpoint:
         done = finished(request, out)  # by another process, just now
         if done is not None:
             return done
@@ -168,9 +165,31 @@ def compute(
                 f"{out} holds an unfinished run of {request.dataset}, {request.method} that cannot go on ({error}); "
                 f"give another --out, or delete {checkpoint}"
             ) from error
-        _save(folder, _described(request, outcome, device, resumed), outcome)
-        checkpoint.unlink(missing_ok=True)
+        return keep(request, out, outcome, here(device), resumed)
+
+
+def keep(request: Request, out: Path, outcome: Outcome, made: dict[str, Any], resumed: bool = False) -> Cell:
+    """The cell of what was trained, wherever that was: ``made`` is what ``here`` said there."""
+    folder = _folder(request, out)
+    _save(folder, {**_described(request, outcome), **made, "resumed": resumed}, outcome)
+    _checkpoint(request, folder).unlink(missing_ok=True)
     return read(folder)
+
+
+def here(device: str) -> dict[str, Any]:
+    """What a cell tells about where it was computed."""
+    versions = {"onepass": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"device": _device_name(device), "versions": versions}
+
+
+@contextmanager
+def alone(request: Request, out: Path) -> Iterator[Path]:
+    """Nobody else computes the same cell meanwhile. Yields where an unfinished run of it is kept."""
+    folder = _folder(request, out)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = _checkpoint(request, folder)
+    with _locked(folder):
+        yield checkpoint
 
 
 def _checkpoint(request: Request, folder: Path) -> Path:
@@ -187,8 +206,8 @@ def _checkpoint(request: Request, folder: Path) -> Path:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else computes the same cell meanwhile. A lock of the system's, which ends with the process."""
+def _locked(folder: Path) -> Iterator[None]:
+    """By a lock of the system's, which ends with the process."""
     lock = folder.with_name(f".{folder.name}.lock")
     with open(lock, "w") as file:
         try:
@@ -200,6 +219,11 @@ def _alone(folder: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
+
+
+def check_backend(backend: str, device: str) -> None:
+    if backend == "graphs" and device == "cpu":
+        raise UsageError("--backend graphs needs a CUDA device, but this runs on the CPU; use traced or compiled")
 
 
 def finished(request: Request, out: Path) -> Cell | None:
@@ -242,15 +266,12 @@ def _folder(request: Request, out: Path) -> Path:
     return out / request.dataset / request.method
 
 
-def _described(request: Request, outcome: Outcome, device: str, resumed: bool) -> dict[str, Any]:
+def _described(request: Request, outcome: Outcome) -> dict[str, Any]:
     kept = torch.from_numpy(best_of(outcome.valid.tolist(), METHODS[request.method].best_of))
     return {
         "request": asdict(request),
         "metric": PROTOCOLS[request.dataset].metric,
-        "device": _device_name(device),
         "seconds": round(outcome.seconds, 3),
-        "resumed": resumed,
-        "versions": {"onepass": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "values": [_plain(value) for value in outcome.test[kept].tolist()],
         "test": [_plain(value) for value in outcome.test.tolist()],
         "valid": [_plain(value) for value in outcome.valid.tolist()],
