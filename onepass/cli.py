@@ -1,4 +1,4 @@
-"""The command line: ``onepass demo``, ``list``, ``run``, ``reproduce``, ``report``."""
+"""The command line: ``onepass demo``, ``list``, ``run``, ``reproduce``, ``search``, ``report``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from onepass.backends import BACKENDS
+from onepass.rules import RULES
 
 try:
     from onepass.experiments import artefacts, cluster, demo, tables
@@ -25,6 +27,7 @@ try:
     from onepass.experiments.methods import METHODS
     from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
     from onepass.experiments.runs import Cell, Request, UsageError, cells, check_backend, compute, finished
+    from onepass.experiments.search import ENGINES, command
     from onepass.experiments.sources import DataError
 except ModuleNotFoundError as missing:
     sys.exit(f"onepass: the command line needs {missing.name}: pip install 'onepass[experiments]'")
@@ -124,6 +127,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _settings(one)
 
+    _search(_command(commands, "search", search, command.ABOUT))
+
     one = _command(
         commands,
         "report",
@@ -166,6 +171,32 @@ def _settings(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--json", action="store_true", help="machine-readable results on stdout, and nothing else there")
     one.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _search(one: argparse.ArgumentParser) -> None:
+    one.add_argument("file", type=Path, metavar="FILE", help="your Python file")
+    one.add_argument(
+        "--search",
+        type=_known("search", ENGINES["local"]),
+        default="asha",
+        help="asha: many starts, of which the best quarter goes on again and again; it sees most of the space for its "
+        "money (%(default)s). random: every start to the end; pbt: paths that copy the best and change their values; "
+        "bayesian-optimisation: one start after the other, learning from all before",
+    )
+    one.add_argument("--budget", type=_count, default=16, help="in whole trainings, about (%(default)s)")
+    one.add_argument("--steps", type=_count, default=1000, help="weight steps of a whole training (%(default)s)")
+    one.add_argument("--fixed", action="store_true", help="keep starting values; by default they are tuned on the way")
+    one.add_argument("--rule", type=_known("rule", RULES), help="such as adam or adamw (default: the file's, else sgd)")
+    one.add_argument("--name", metavar="STUDY", help="its folder inside --out (default: the file's name)")
+    one.add_argument("--engine", choices=("local", "ray"), default="local", help="this process, or Ray (%(default)s)")
+    one.add_argument("--address", help="of the Ray cluster: auto, HOST:PORT, ray://HOST:PORT (default: this machine)")
+    one.add_argument("--block", type=_count, help="starts that one worker of Ray trains together (default 1)")
+    one.add_argument("--device", type=_device, default=None, help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    one.add_argument("--seed", type=int, default=0, help="of starts, weights and every choice (%(default)s)")
+    one.add_argument("--out", type=_folder, default=Path("out/search"), help="folder of all searches (%(default)s)")
+    one.add_argument("--json", action="store_true", help="machine-readable results on stdout, and nothing else there")
+    one.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    one.set_defaults(backend="auto")
 
 
 def _known(what: str, table: Iterable[str]) -> Callable[[str], str]:
@@ -279,9 +310,15 @@ def _comparable(args: argparse.Namespace, name: str, requests: list[Request]) ->
         cell
         for cell in cells(args.out)
         if cell.request.dataset in datasets
-        and cell.request.method in artefact.methods
+        and artefact.takes(cell.request.dataset, cell.request.method)
         and cell.request == _request(args, cell.request.dataset, cell.request.method)
     ]
+
+
+def search(args: argparse.Namespace) -> None:
+    asked = command.Asked(**{field.name: getattr(args, field.name) for field in fields(command.Asked)})
+    out, device = _writable(args.out), _chosen(args)
+    command.run(asked, out, device=device, json_wanted=args.json, progress=not args.quiet)
 
 
 def write_report(args: argparse.Namespace) -> None:
@@ -307,7 +344,8 @@ def _requests(args: argparse.Namespace, name: str) -> list[Request]:
         raise UsageError(
             f"none of {', '.join(args.methods)} is for {artefact.about}; it has {', '.join(artefact.methods)}"
         )
-    return [_request(args, dataset, method) for dataset in PROTOCOLS if dataset in datasets for method in methods]
+    every = [(dataset, method) for dataset in PROTOCOLS if dataset in datasets for method in methods]
+    return [_request(args, *one) for one in every if artefact.takes(*one)]
 
 
 def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
@@ -318,40 +356,49 @@ def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
             f"--split must be from 0 to {splits - 1} for {dataset}" if splits else f"{dataset} has no numbered splits"
         )
         raise UsageError(f"{known}, but got {args.split}")
-    replicas, fewest = args.replicas or protocol.replicas, METHODS[method].best_of
+    row = METHODS[method]
+    replicas, fewest = args.replicas or (row.search or protocol).replicas, row.best_of
     if replicas < fewest:
         raise UsageError(f"{method} keeps one of {fewest} starts: --replicas must be at least that, but got {replicas}")
-    return Request(dataset, method, replicas, args.steps or protocol.steps, args.seed, args.split)
+    engine = "local" if row.search is None else getattr(args, "engine", "local")
+    return Request(dataset, method, replicas, args.steps or protocol.steps, args.seed, args.split, engine)
 
 
 Cells = Generator[Cell, None, None]
 
 
-def _in_turn(args: argparse.Namespace, requests: list[Request], out: Path) -> Cells:
+def _in_turn(
+    args: argparse.Namespace, requests: list[Request], out: Path, before: int = 0, device: str | None = None
+) -> Cells:
     say = _silent if args.quiet else _say
-    for number, request in enumerate(requests, 1):
-        say(f"[{number}/{len(requests)}] {request.dataset}, {request.method}")
-        cell = _computed(request, out, args)
+    for number, request in enumerate(requests, before + 1):
+        say(f"[{number}/{before + len(requests)}] {request.dataset}, {request.method}")
+        cell = _computed(request, out, args, device)
         say(f"    {_in_short(cell)}")
         yield cell
 
 
 def _side_by_side(args: argparse.Namespace, requests: list[Request], out: Path) -> Cells:
     say = _silent if args.quiet else _say
+    searches = [request for request in requests if METHODS[request.method].search is not None]
+    alone = [request for request in requests if request not in searches]
     settings = {"device": args.device, "backend": args.backend, "data_dir": args.data_dir}
-    with closing(cluster.computed(requests, out, address=args.address, **settings)) as cells:
+    with cluster.connect(args.address) as ray, closing(cluster.computed(alone, out, **settings)) as cells:
         for number, cell in enumerate(cells, 1):
             say(f"[{number}/{len(requests)}] {cell.request.dataset}, {cell.request.method}: {_in_short(cell)}")
             yield cell
+        device = cluster.device_of(ray, args.device) if searches else None
+        yield from _in_turn(args, searches, out, len(alone), device)  # each fills the cluster by itself
 
 
 def _in_short(cell: Cell) -> str:
     return f"median {cell.summary.median:.4g}, {cell.summary.diverged} diverged, {cell.seconds:.1f} s"
 
 
-def _computed(request: Request, out: Path, args: argparse.Namespace) -> Cell:
+def _computed(request: Request, out: Path, args: argparse.Namespace, device: str | None = None) -> Cell:
     progress = not args.quiet
-    return compute(request, out, device=_chosen(args), backend=args.backend, data_dir=args.data_dir, progress=progress)
+    where = {"device": device or _chosen(args), "backend": args.backend, "address": getattr(args, "address", None)}
+    return compute(request, out, data_dir=args.data_dir, progress=progress, **where)
 
 
 def _chosen(args: argparse.Namespace) -> str:

@@ -35,7 +35,9 @@ def with_values(method: Method, state: State, values: Mapping[str, Any]) -> Stat
     raw, fixed = dict(state.raw), dict(state.fixed)
     for name, given in values.items():
         if name in raw:
-            raw[name] = method.raw(state, name, _column(name, given, raw[name]))
+            column = _column(name, given, raw[name])
+            moved = column != method.natural(state, name)  # a detour through natural units would round
+            raw[name] = torch.where(moved, method.raw(state, name, column), raw[name])
         elif name in fixed:
             fixed[name] = _column(name, given, fixed[name])
         else:

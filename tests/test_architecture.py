@@ -42,7 +42,8 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-EXPERIMENTS = {path.stem: path for path in (PACKAGE / "experiments").glob("*.py")}
+FOLDER = PACKAGE / "experiments"
+EXPERIMENTS = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
 
 
 def imports(path: Path) -> set[str]:
@@ -80,7 +81,7 @@ def test_torch_alone(name: str) -> None:
     assert outside <= {"torch", "onepass", "__future__"} | lazily
 
 
-@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"figures", "panels", "report"}))
+@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"figures", "panels", "report", "search/ray_hooks"}))
 def test_training_needs_numpy_alone(name: str) -> None:
     """Where tables and pictures are not wanted, as on a cluster, nothing else has to be installed."""
     tree = ast.parse(EXPERIMENTS[name].read_text())

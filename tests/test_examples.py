@@ -20,6 +20,8 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "many_starts.py": (r"tuned: test accuracy worst (\d+\.\d+)", r"plain: test accuracy worst (\d+\.\d+)"),
     "per_element.py": (r"one for all: +validation loss (\d+\.\d+)", r"one for each: +validation loss (\d+\.\d+)"),
     "per_layer.py": (r"one for all: +validation loss (\d+\.\d+)", r"one a layer: +validation loss (\d+\.\d+)"),
+    # the worst of eight starts: plain, tuned
+    "search_digits.py": (r"(\d\.\d+) *\n\s*\nvalid", r"(?ms)^valid .*^ \d+ [^\n]* (\d\.\d+) *$"),
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onepass.experiments import runtimes, tables, writing
-from onepass.experiments.methods import METHODS
+from onepass.experiments.methods import ALONE, METHODS, SEARCHES
 from onepass.experiments.runs import Cell
 from onepass.experiments.writing import Grid
 
@@ -25,10 +25,14 @@ UCI = (
     "uci-yacht",
 )
 IN_THE_PAPER = ("uci-energy", "kin8nm", "uci-power")
+ENERGY = ("uci-energy",)
 FASHION = ("fashion-mnist", "fashion-mnist-batchnorm")
 LARGER = (*FASHION, "penn-treebank")  # those whose runtimes the paper shows
 REGRESSION, CLASSIFICATION = ("diabetes",), ("digits",)  # they need no download
-ALL = tuple(METHODS)
+BAYESIAN = ("bayesian-optimisation",)
+ASHA = tuple(name for name in SEARCHES if name.startswith("asha"))
+PBT = tuple(name for name in SEARCHES if name.startswith("pbt"))
+IN_TIME = tuple(name for name in METHODS if METHODS[name].best_of == 1)  # whose best can be followed over time
 TUNING_LR = tuple(name for name, row in METHODS.items() if row.tunes("lr"))
 
 
@@ -41,6 +45,7 @@ class Artefact:
         make: writes files called by the first path plus a suffix, and says which.
         datasets: unless somebody wants others; ``every`` of them for ``--datasets all``.
         trial: other data sets that it takes if asked for, to try it out.
+        only: method -> the data sets that it is for, if not for all.
         show: prints a table on a terminal.
     """
 
@@ -48,17 +53,22 @@ class Artefact:
     make: Files
     datasets: Names
     every: Names
-    methods: Names = ALL
+    methods: Names = ALONE
     trial: Names = ()
+    only: Mapping[str, Names] = field(default_factory=dict)
     show: Callable[[Sequence[Cell]], None] | None = None
 
+    def takes(self, dataset: str, method: str) -> bool:
+        fits = dataset in self.only.get(method, (dataset,)) or dataset in self.trial
+        return method in self.methods and fits
 
-def results(about: str, datasets: Names, every: Names = (), trial: Names = ()) -> Artefact:
+
+def results(about: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALONE) -> Artefact:
     """Tables of final losses."""
-    return Artefact(about, _result_files, datasets, every or datasets, trial=trial, show=_show_results)
+    return Artefact(about, _result_files, datasets, every or datasets, methods, trial, show=_show_results)
 
 
-def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALL) -> Artefact:
+def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALONE) -> Artefact:
     """One of `figures.FIGURES`."""
     return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial)
 
@@ -101,6 +111,7 @@ ABOUT = {
     "curves": "median test loss over time",
     "cdfs": "distributions of final test losses",
     "learning-rates": "sample paths of learning rates",
+    "search-curves": "the best of many starts, and of searches, over wall-clock time",
 }
 
 ARTEFACTS: dict[str, Artefact] = {
@@ -115,6 +126,24 @@ ARTEFACTS: dict[str, Artefact] = {
     "penn-treebank": results("Table 2: final test perplexities", ("penn-treebank",)),
     "penn-treebank-curves": figure("curves", ("penn-treebank",)),
     "penn-treebank-cdfs": figure("cdfs", ("penn-treebank",)),
+    "bayesian-optimisation": results(
+        "Bayesian optimisation: 32 repetitions of 30 trainings",
+        IN_THE_PAPER,
+        (*UCI, "fashion-mnist"),
+        REGRESSION,
+        BAYESIAN,
+    ),
+    "asha": results("successive halving, with fixed and with tuned values inside", ENERGY, UCI, REGRESSION, ASHA),
+    "pbt": results("population-based training, likewise", ENERGY, UCI, REGRESSION, PBT),
+    "search-curves": Artefact(
+        ABOUT["search-curves"],
+        _figure_files("search-curves"),
+        IN_THE_PAPER,
+        (*UCI, "fashion-mnist"),
+        IN_TIME,
+        REGRESSION,
+        only=dict.fromkeys((*ASHA, *PBT), ENERGY),
+    ),
     "runtimes": Artefact(
         "what a run costs: distributions of its time, and how it compares with Random's",
         _runtime_files,
@@ -122,6 +151,6 @@ ARTEFACTS: dict[str, Artefact] = {
         (*UCI, *LARGER),
         runtimes.ONE_START,
         (*REGRESSION, *CLASSIFICATION),
-        runtimes.show,
+        show=runtimes.show,
     ),
 }

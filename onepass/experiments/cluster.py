@@ -5,78 +5,21 @@ Workers share nothing but Ray with whoever asked: data sets go there, and what w
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
+from onepass.experiments.connection import connect
 from onepass.experiments.datasets import Data, load
+from onepass.experiments.errors import UsageError
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, Outcome, train
-from onepass.experiments.runs import Cell, Request, UsageError, alone, check_backend, finished, here, keep
+from onepass.experiments.runs import Cell, Request, alone, check_backend, finished, here, keep
 
-PATIENCE = 10.0  # seconds for somebody to answer at an address
 RETRIES = 3  # of what was lost with its worker
-
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anybody
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning about what Ray will do in future versions
-}
-
-
-@contextmanager
-def connect(address: str | None = None) -> Iterator[Any]:
-    """Ray, for a while: what runs in this process already, what is at the address, or else one for this machine alone.
-
-    Args:
-        address: "auto", "HOST:PORT", "ray://HOST:PORT"; by default what Ray's own ``$RAY_ADDRESS`` says, if it is set.
-    """
-    ray = _imported()
-    if ray.is_initialized():
-        yield ray
-        return
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        if address == "local":
-            ray.init("local", include_dashboard=False, **quiet)
-        else:
-            ray.init(_answering(address), **quiet)
-    except (OSError, ValueError, RuntimeError, SystemExit) as error:  # Ray would end the process
-        raise UsageError(f"cannot use Ray at {address}: {error}") from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _imported() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError as missing:
-        raise UsageError(f"--engine ray needs {missing.name}: pip install 'onepass[ray]'") from missing
-    return ray
-
-
-def _answering(address: str) -> str:
-    """An address where somebody listens: Ray itself would wait for minutes."""
-    if address == "auto":
-        from ray._private.services import canonicalize_bootstrap_address
-
-        address = canonicalize_bootstrap_address("auto") or "auto"
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    if not parts.hostname or not parts.port or parts.scheme not in ("", "ray"):
-        raise UsageError(f"--address must be auto, HOST:PORT or ray://HOST:PORT, but got {address!r}")
-    with socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE):
-        return address
 
 
 def computed(
@@ -96,7 +39,7 @@ def computed(
         for request in requests:
             stack.enter_context(alone(request, out))
         ray = stack.enter_context(connect(address))
-        device = _device(ray, device)
+        device = device_of(ray, device)
         check_backend(backend, device)
         shared = {name: ray.put(one) for name, one in data.items()}
         task = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"), max_retries=RETRIES)(_trained)
@@ -119,7 +62,7 @@ def _loaded(request: Request, data_dir: str | Path | None) -> Data:
     return load(name, data_dir=data_dir, split=split)
 
 
-def _device(ray: Any, asked: str | None) -> str:
+def device_of(ray: Any, asked: str | None) -> str:
     """Of the workers, whatever this machine has."""
     if asked not in (None, "cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda with --engine ray, which shares them out, but got {asked}")

@@ -28,10 +28,12 @@ from onepass.experiments.panels import (
     UNTUNED,
     distribution,
     draw_distributions,
+    draw_incumbents,
     draw_median_curves,
     draw_paths,
     draw_runtimes,
     draw_valley,
+    incumbent,
     log_axis,
     loss_label,
     median_curve,
@@ -47,6 +49,7 @@ from onepass.experiments.statistics import Array
 
 Grouped = Mapping[str, Mapping[str, Cell]]  # data set -> method -> cell
 
+SEARCHING = "search-curves"
 LOSSES = "viridis"  # dark for low losses: on white, bad starts fade
 
 
@@ -55,12 +58,14 @@ def figure_of(name: str, cells: Iterable[Cell]) -> Figure:
 
     >>> figure_of("nonsense", [])
     Traceback (most recent call last):
-    ValueError: figure must be one of curves, cdfs, learning-rates, runtimes, demo, but got 'nonsense'
+    ValueError: figure must be one of curves, cdfs, learning-rates, search-curves, runtimes, demo, but got 'nonsense'
     """
     if name not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, but got {name!r}")
     groups: dict[str, dict[str, Cell]] = {}
     for cell in cells:
+        if METHODS[cell.request.method].search is not None and name != SEARCHING:
+            continue  # they have no curves of single starts
         groups.setdefault(cell.request.dataset, {})[cell.request.method] = cell
     figure = FIGURES[name](groups) if groups else None
     if figure is None:
@@ -105,6 +110,16 @@ def _panel_a_dataset(of: Callable[[Cell], Any], draw: Callable[[Axes, Any, str],
         handles=handles, loc="outside lower center", ncols=max(2, int(figure.get_figwidth() / 2.4)), frameon=False
     )
     return figure
+
+
+def _searches_figure(groups: Grouped) -> Figure | None:
+    """Whatever can be followed over time, where there is a search among it."""
+    found = {
+        dataset: {method: cell for method, cell in cells.items() if METHODS[method].best_of == 1}
+        for dataset, cells in groups.items()
+        if any(METHODS[method].search is not None for method in cells)
+    }
+    return _panel_a_dataset(incumbent, draw_incumbents, found) if found else None
 
 
 def _learning_rates_figure(groups: Grouped) -> Figure | None:
@@ -204,6 +219,7 @@ FIGURES: dict[str, Callable[[Grouped], Figure | None]] = {
     "curves": partial(_panel_a_dataset, median_curve, draw_median_curves),
     "cdfs": partial(_panel_a_dataset, distribution, draw_distributions),
     "learning-rates": _learning_rates_figure,
+    SEARCHING: _searches_figure,
     "runtimes": _runtimes_figure,
     "demo": _demo_figure,
 }

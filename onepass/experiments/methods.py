@@ -20,6 +20,21 @@ PAPER_BOUNDS = {"lr": (1e-10, 1.0), "momentum": (0.0, 1.0), "weight_decay": (0.0
 
 
 @dataclass(frozen=True)
+class Search:
+    """What is searched around the training of one start.
+
+    Attributes:
+        name: as in ``onepass.experiments.search``.
+        replicas: starts, or repetitions of the whole search, unless somebody wants others.
+        trials: trainings of each repetition; ``None`` where every start is a trial.
+    """
+
+    name: str
+    replicas: int
+    trials: int | None = None
+
+
+@dataclass(frozen=True)
 class Method:
     """How the starts of one data set are trained.
 
@@ -30,6 +45,7 @@ class Method:
         trains_on: "training", or "all": training and validation data together, where nothing is tuned by the latter.
         tunes_by: the data whose loss the hypergradients belong to.
         best_of: of so many starts in a row, keep the one with the lowest validation loss.
+        search: what is put around it, if anything is.
     """
 
     title: str
@@ -38,6 +54,7 @@ class Method:
     trains_on: str = "training"
     tunes_by: str = "validation"
     best_of: int = 1
+    search: Search | None = None
 
     @property
     def label(self) -> str:
@@ -46,7 +63,7 @@ class Method:
 
     def tunes(self, name: str) -> bool:
         """Without a list of its own, a method tunes everything."""
-        return name in self.options.get("tune", (name,))
+        return self.search is None and name in self.options.get("tune", (name,))
 
 
 def adam(lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
@@ -62,6 +79,10 @@ def paper(*tune: str, **options: Any) -> dict[str, Any]:
     common = {"interval": 10, "lookback": 5, "through_state": False, "guard": None, "hyper_optimizer": adam(0.05)}
     return {"tune": tune, "bounds": {name: PAPER_BOUNDS[name] for name in tune}, **common, **options}
 
+
+THE_PAPER_S = paper("weight_decay", "lr", "momentum")
+ASHA = Search("asha", 114_286)  # as many weight steps as 200 trainings, if each of the seven budgets takes the same
+PBT = Search("pbt", 200)
 
 METHODS: dict[str, Method] = {
     "random": Method("Random", "fixed values, as in random search", {"tune": ()}, trains_on="all"),
@@ -82,9 +103,7 @@ METHODS: dict[str, Method] = {
         tunes_by="training",
     ),
     "one-pass-wd-lr": Method("Ours_WD+LR", "weight decay and lr by the series", paper("weight_decay", "lr")),
-    "one-pass-wd-lr-m": Method(
-        "Ours_WD+LR+M", "weight decay, lr and momentum by the series", paper("weight_decay", "lr", "momentum")
-    ),
+    "one-pass-wd-lr-m": Method("Ours_WD+LR+M", "weight decay, lr and momentum by the series", THE_PAPER_S),
     "one-pass-wd-hdlr-m": Method(
         "Ours_WD+HDLR+M",
         "weight decay, momentum and one lr for every weight by the series",
@@ -100,4 +119,23 @@ METHODS: dict[str, Method] = {
         "one-pass (i=5)", "the same by the series alone, without a look through the whole run", {"lookback": 5}
     ),
     "one-pass-lookback-1": Method("one-pass (i=1)", "the same without second derivatives", {"lookback": 1}),
+    "bayesian-optimisation": Method(
+        "Bayesian Optimisation",
+        "fixed values, the best of 30 trainings, 5 of them random and the others guided by a Gaussian process",
+        {"tune": ()},
+        search=Search("bayesian-optimisation", 32, trials=30),
+    ),
+    "asha-random": Method(
+        "ASHA + Random", "fixed values, the best quarter goes on after 1, 4, 16 ... steps", {"tune": ()}, search=ASHA
+    ),
+    "asha-one-pass-wd-lr-m": Method("ASHA + Ours_WD+LR+M", "the same, tuned as in the paper", THE_PAPER_S, search=ASHA),
+    "asha-one-pass": Method("ASHA + one-pass", "the same, tuned with this library's defaults", search=ASHA),
+    "pbt-random": Method(
+        "PBT + Random", "40 times, the worst quarter becomes mutated copies of the best", {"tune": ()}, search=PBT
+    ),
+    "pbt-one-pass-wd-lr-m": Method("PBT + Ours_WD+LR+M", "the same, tuned as in the paper", THE_PAPER_S, search=PBT),
+    "pbt-one-pass": Method("PBT + one-pass", "the same, tuned with this library's defaults", search=PBT),
 }
+
+ALONE = tuple(name for name, row in METHODS.items() if row.search is None)  # every start for itself
+SEARCHES = tuple(name for name in METHODS if name not in ALONE)

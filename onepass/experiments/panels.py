@@ -27,6 +27,7 @@ INK = "#222222"
 MEAN: dict[str, Any] = {"marker": "o", "markersize": 5, "label": "mean"}
 MEDIAN: dict[str, Any] = {"marker": "|", "markersize": 13, "markeredgewidth": 2, "label": "median"}
 ROUND = (1, 2, 5, 10)  # what ticks are multiples of
+BANDS = 200  # bootstrap samples of a whole figure's bands
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; relatives share one and differ in their dashes.
 STYLES: dict[str, dict[str, Any]] = {
@@ -42,6 +43,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "one-pass": {"color": "#D55E00", "linewidth": 2.6, "zorder": 4},
     "one-pass-lookback-1": {"color": "#D55E00", "linestyle": "--"},
     "one-pass-lookback-5": {"color": "#7A1F00", "linewidth": 2.2, "zorder": 3},
+    "bayesian-optimisation": {"color": "#000000", "linewidth": 2.2},
+    "asha-random": {"color": "#999999", "linestyle": ":", "linewidth": 2.2},  # in the colours of what is inside
+    "asha-one-pass-wd-lr-m": {"color": "#0072B2", "linestyle": ":", "linewidth": 2.2},
+    "asha-one-pass": {"color": "#D55E00", "linestyle": ":", "linewidth": 2.2},
+    "pbt-random": {"color": "#999999", "linestyle": "-."},
+    "pbt-one-pass-wd-lr-m": {"color": "#0072B2", "linestyle": "-."},
+    "pbt-one-pass": {"color": "#D55E00", "linestyle": "-."},
 }
 SPARE = ("#882255", "#44AA99", "#332288", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
 
@@ -51,6 +59,14 @@ class Curve(NamedTuple):
 
     steps: Array
     median: Array
+    error: Array
+
+
+class Incumbent(NamedTuple):
+    """The lowest test loss seen so far, over wall-clock time, ``(points,)`` each; ``error`` is one standard error."""
+
+    seconds: Array
+    lowest: Array
     error: Array
 
 
@@ -97,6 +113,25 @@ def _median_error(values: Array) -> float:
         return float("nan")
     drawn = np.sort(resampled(values), 1)
     return float(((drawn[:, (count - 1) // 2] + drawn[:, count // 2]) / 2).std())
+
+
+def incumbent(cell: Cell) -> Incumbent:
+    """Of all starts, with bootstrapped errors; of Bayesian optimisation, the median of its repetitions.
+
+    Searches know their time; of many starts that were trained together, it is what training took.
+    """
+    curves, search = cell.curves(), METHODS[cell.request.method].search
+    losses = np.where(np.isfinite(curves["test"]), curves["test"], np.inf) * _times(cell)
+    lowest = np.minimum.accumulate(losses, 0)
+    average = np.median if search is not None and search.trials is not None else np.min
+    index = np.random.default_rng(0).integers(0, lowest.shape[1], (BANDS, lowest.shape[1]))
+    drawn = _where_finite(average(lowest[:, index], 2))
+    error = np.nan_to_num([values[np.isfinite(values)].std() if np.isfinite(values).any() else 0 for values in drawn])
+    return Incumbent(np.cumsum(np.nan_to_num(curves["seconds"])), _where_finite(average(lowest, 1)), error)
+
+
+def _where_finite(values: Array) -> Array:
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def distribution(cell: Cell) -> Distribution:
@@ -150,6 +185,18 @@ def draw_median_curves(axes: Axes, curves: Mapping[str, Curve], label: str) -> N
     axes.xaxis.set_major_locator(ticker.MaxNLocator(4, steps=ROUND))
     axes.margins(x=0)
     axes.set(xlabel="weight steps", ylabel=label)
+
+
+def draw_incumbents(axes: Axes, found: Mapping[str, Incumbent], label: str) -> None:
+    low, high = span([one.lowest for one in found.values()])
+    for method, one in found.items():
+        style = style_of(method)
+        axes.plot(one.seconds, one.lowest, **style)
+        below, above = np.maximum(one.lowest - one.error, low), one.lowest + one.error
+        axes.fill_between(one.seconds, below, above, color=style["color"], alpha=0.12, linewidth=0)
+    log_axis(axes, "y", low, high)
+    log_axis(axes, "x", *span([one.seconds for one in found.values()], highest=100))
+    axes.set(xlabel="seconds", ylabel=f"lowest {label} so far")
 
 
 def draw_distributions(axes: Axes, distributions: Mapping[str, Distribution], label: str) -> None:

@@ -24,6 +24,14 @@ def _rows() -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
+# Search -> the tables of the paper that have it.
+TABLES_OF_SEARCHES = {
+    "bayesian-optimisation": ("AverageResults_UCI_BayesOpt", "AverageResults_Fashion-MNIST_BayesOpt"),
+    "asha": ("AverageResults_ASHA",),
+    "pbt": ("AverageResults_PBT",),
+}
+
+
 def published(table: str, dataset: str, title: str) -> Published | None:
     """What the paper prints for a data set and a method, called as the paper calls it.
 

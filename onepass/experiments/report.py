@@ -54,6 +54,13 @@ CAPTIONS = {
         "begin, in the colour of their final test loss: dark is good, dotted was lost. Where every weight has a "
         "learning rate of its own, the line is their median.",
     ),
+    "search-curves": (
+        "Searches over time",
+        "The lowest test loss seen so far, over wall-clock time: of many starts trained side by side, and of searches. "
+        "Bands are one bootstrap standard error. Of Bayesian optimisation it is the median of its repetitions, which "
+        "share the machine. A search is led by validation losses: it does not know these test losses, and what it "
+        "hands out in the end may be a little worse.",
+    ),
     "runtimes": (
         "What a run costs",
         "Time of a whole run by the clock, for each start: all are trained together, so that it is the time of all "

@@ -3,6 +3,7 @@
 OUT/uci-energy/one-pass/cell.json     what was asked, where and how long it ran, its figures
 OUT/uci-energy/one-pass/curves.npz    test loss and hyperparameters over time
 OUT/uci-energy/.one-pass.4000.pt      a checkpoint, while the cell of so many steps is being computed
+OUT/uci-energy/.asha-random.4000.local/       the same of a search, by its engine
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ import numpy as np
 import torch
 
 from onepass.experiments.datasets import load
+from onepass.experiments.errors import UsageError
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, Outcome, train
+from onepass.experiments.search import Where
+from onepass.experiments.search.cells import searched
 from onepass.experiments.statistics import Array, Summary, best_of, summary
 from onepass.version import __version__
 
 
-class UsageError(Exception):
-    """A user's mistake: its text is all that the user needs to see."""
-
-
 @dataclass(frozen=True)
 class Request:
-    """What determines the numbers of a cell. ``split``: of the data; ``None`` for the paper's own."""
+    """What determines the numbers of a cell.
+
+    Attributes:
+        split: of the data; ``None`` for the paper's own.
+        engine: of a search. What trains every start for itself does the same with each.
+    """
 
     dataset: str
     method: str
@@ -47,6 +52,7 @@ class Request:
     steps: int
     seed: int = 0
     split: int | None = None
+    engine: str = "local"
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Cell:
         All starts are trained together, so that none has a time of its own. Interrupted parts are left out.
         """
         curves = self.curves()
-        if "seconds" not in curves:
+        if "seconds" not in curves or METHODS[self.request.method].search is not None:
             return np.empty(0)
         pace = curves["seconds"] / np.diff(curves["steps"], prepend=0.0)
         found: Array = pace[np.isfinite(pace)] * self.request.steps / self.request.replicas
@@ -115,6 +121,7 @@ class Cell:
             "steps": asked.steps,
             "seed": asked.seed,
             "split": asked.split,
+            "engine": asked.engine,
             "device": self.device,
             "metric": self.metric,
             **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
@@ -133,6 +140,7 @@ def compute(
     backend: str = "auto",
     data_dir: str | Path | None = None,
     progress: bool = False,
+    address: str | None = None,
 ) -> Cell:
     """The cell, from disk if it is finished, else computed, going on from where it was killed."""
     done = finished(request, out)
@@ -146,18 +154,13 @@ def compute(
             return done
         resumed = checkpoint.exists()
         try:
-            outcome = train(
-                protocol,
-                method,
-                data,
-                replicas=request.replicas,
-                steps=request.steps,
-                seed=request.seed,
-                device=device,
-                backend=backend,
-                progress=progress,
-                checkpoint=checkpoint,
-            )
+            sizes: dict[str, Any] = {"replicas": request.replicas, "steps": request.steps, "seed": request.seed}
+            if method.search is not None:
+                where = Where(checkpoint, device, backend, progress, address)
+                outcome = searched(protocol, method, data, where, engine=request.engine, **sizes)
+            else:
+                computed: dict[str, Any] = {"device": device, "backend": backend, "progress": progress}
+                outcome = train(protocol, method, data, checkpoint=checkpoint, **sizes, **computed)
         except ValueError as error:
             if not resumed:
                 raise
@@ -172,7 +175,8 @@ def keep(request: Request, out: Path, outcome: Outcome, made: dict[str, Any], re
     """The cell of what was trained, wherever that was: ``made`` is what ``here`` said there."""
     folder = _folder(request, out)
     _save(folder, {**_described(request, outcome), **made, "resumed": resumed}, outcome)
-    _checkpoint(request, folder).unlink(missing_ok=True)
+    unfinished = _checkpoint(request, folder)
+    shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     return read(folder)
 
 
@@ -194,8 +198,9 @@ def alone(request: Request, out: Path) -> Iterator[Path]:
 
 def _checkpoint(request: Request, folder: Path) -> Path:
     """Where an unfinished run is kept. One of another length could go on here, but would not end as it should."""
-    own = folder.with_name(f".{folder.name}.{request.steps}.pt")
-    for other in folder.parent.glob(f".{folder.name}.*.pt"):
+    kind = "pt" if METHODS[request.method].search is None else request.engine
+    own = folder.with_name(f".{folder.name}.{request.steps}.{kind}")
+    for other in folder.parent.glob(f".{folder.name}.*.{kind}"):
         if other != own:
             steps = other.name.split(".")[-2]
             raise UsageError(

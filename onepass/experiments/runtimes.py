@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onepass.experiments import writing
-from onepass.experiments.methods import METHODS
+from onepass.experiments.methods import ALONE, METHODS
 from onepass.experiments.protocol import title_of
 from onepass.experiments.runs import Cell, UsageError
 from onepass.experiments.statistics import Array
@@ -21,7 +21,7 @@ from onepass.experiments.tables import note, number, settings
 from onepass.experiments.writing import Grid, Text
 
 PLAIN = "random"  # what the others are compared with
-ONE_START = tuple(name for name, row in METHODS.items() if row.best_of == 1)  # of the rest, several make one result
+ONE_START = tuple(name for name in ALONE if METHODS[name].best_of == 1)  # of the rest, several make one result
 
 
 class Runtimes(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from onepass.experiments import writing
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, title_of
-from onepass.experiments.published import Published, published
+from onepass.experiments.published import TABLES_OF_SEARCHES, Published, published
 from onepass.experiments.runs import Cell, Request
 from onepass.experiments.statistics import Summary, apart, near_best, summary
 from onepass.experiments.writing import Grid, Text
@@ -58,27 +58,39 @@ def results(cells: Sequence[Cell]) -> list[Table]:
 
 
 def settings(request: Request) -> tuple[Any, ...]:
-    """Only results of the same can be compared."""
-    return request.replicas, request.steps, request.seed, request.split
+    """Only results of the same can be compared. Searches differ in what they try, and say so in each row."""
+    tried = request.replicas if METHODS[request.method].search is None else "as many as each search tries"
+    return tried, request.steps, request.seed, request.split
 
 
 def note(request: Request, devices: str) -> str:
     split = "" if request.split is None else f", clean split {request.split}"
-    return f"{request.replicas} starts x {request.steps} steps on {devices}{split}"
+    starts = (
+        f"{request.replicas} starts x " if METHODS[request.method].search is None else "searches with trainings of "
+    )
+    return f"{starts}{request.steps} steps on {devices}{split}"
+
+
+def row_label(request: Request) -> str:
+    """The method; of a search, also what it tries, and on which engine if not the usual one."""
+    row = METHODS[request.method]
+    if row.search is None:
+        return row.label
+    count = f"{request.replicas:,}".replace(",", " ")
+    tried = f"{count} x {row.search.trials} trainings" if row.search.trials else f"{count} starts"
+    return f"{row.label}, {tried}{', on Ray' if request.engine == 'ray' else ''}"
 
 
 def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     protocol = PROTOCOLS[dataset]
     times = protocol.shown_times if metric == protocol.metric else 1
     request = cells[0].request
-    same_as_paper = request.steps == protocol.steps and request.split is None
-    table = protocol.published.get(metric, "") if same_as_paper else ""
-    known = [published(table, dataset, METHODS[cell.request.method].title) for cell in cells]
+    known = [_published(cell.request, metric) for cell in cells]
     summaries = [cell.summary if metric == cell.metric else summary(cell.others[metric]) for cell in cells]
     columns = {name: _column(summaries, known, name, times) for name in ("mean", "median", "best")}
     rows = [
         Row(
-            METHODS[cell.request.method].label,
+            row_label(cell.request),
             columns["mean"][i],
             columns["median"][i],
             columns["best"][i],
@@ -91,6 +103,19 @@ def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     title = f"{title_of(dataset)}: {metric}{shown}"
     devices = ", ".join(dict.fromkeys(cell.device for cell in cells))
     return Table(title, rows, note(request, devices))
+
+
+def _published(request: Request, metric: str) -> Published | None:
+    """Where the same was done in the paper."""
+    protocol, row = PROTOCOLS[request.dataset], METHODS[request.method]
+    if request.steps != protocol.steps or request.split is not None or metric not in protocol.published:
+        return None
+    if row.search is None:
+        return published(protocol.published[metric], request.dataset, row.title)
+    if metric != protocol.metric or request.replicas != row.search.replicas:
+        return None
+    every = (published(table, request.dataset, row.title) for table in TABLES_OF_SEARCHES[row.search.name])
+    return next((one for one in every if one is not None), None)
 
 
 def _column(found: list[Summary], known: list[Published | None], name: str, times: int) -> list[Estimate]:

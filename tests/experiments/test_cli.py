@@ -19,7 +19,7 @@ import pytest
 
 from onepass.cli import main
 from onepass.experiments.artefacts import ARTEFACTS
-from onepass.experiments.methods import METHODS
+from onepass.experiments.methods import ALONE, METHODS
 from onepass.experiments.protocol import PROTOCOLS, shuffled
 
 SMALL = ["--replicas", "4", "--steps", "20", "--device", "cpu"]
@@ -40,7 +40,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^  {re.escape(name)} ", shown, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("words", [[], ["demo"], ["list"], ["run"], ["reproduce"], ["report"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["list"], ["run"], ["reproduce"], ["search"], ["report"]])
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main([*words, "--help"])
@@ -80,11 +80,11 @@ def test_reproduce_everything(capsys: pytest.CaptureFixture[str], tmp_path: Path
     shown = capsys.readouterr()
     assert "Ours WD+LR+M" in shown.out
     assert "paper" not in shown.out, "so few steps cannot be compared"
-    assert f"{len(METHODS)} cells: 0 finished, {len(METHODS)} to compute on cpu" in shown.err
+    assert f"{len(ALONE)} cells: 0 finished, {len(ALONE)} to compute on cpu" in shown.err
     for name in ("uci.md", "uci.tex", "uci.html", *(f"{name}.png" for name in names[1:]), "report.html"):
         assert (tmp_path / name).stat().st_size > 500, name
     assert main(line) == 0
-    assert f"{len(METHODS)} finished, 0 to compute" in capsys.readouterr().err
+    assert f"{len(ALONE)} finished, 0 to compute" in capsys.readouterr().err
 
 
 def test_reproduce_the_second_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

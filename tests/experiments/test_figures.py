@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from onepass.experiments import figures, panels
 from onepass.experiments.figures import FIGURES, figure_of
-from onepass.experiments.methods import METHODS
+from onepass.experiments.methods import ALONE, METHODS
 from onepass.experiments.panels import STYLES, style_of
 from onepass.experiments.protocol import title_of
 from onepass.experiments.runs import Cell, Request, UsageError, compute, read
@@ -33,6 +33,7 @@ def made(
     dataset: str = "uci-energy",
     valid: Sequence[float] | None = None,
     start: Sequence[float] | None = None,
+    seconds_between: Sequence[float] | None = None,
     **other: Any,
 ) -> Cell:
     """A cell on disk with that test loss at steps 10, 20, ...; hyperparameters are halved at each of them."""
@@ -59,7 +60,7 @@ def made(
         **other,
     }
     (folder / "cell.json").write_text(json.dumps(described, allow_nan=False))
-    seconds = np.linspace(1.0, 2.0, len(test)) * (1 + len(method))
+    seconds = np.array(seconds_between or np.linspace(1.0, 2.0, len(test)) * (1 + len(method)))
     np.savez(folder / "curves.npz", steps=steps, test=test, seconds=seconds, **dict.fromkeys(NAMES, path))
     return read(folder)
 
@@ -193,13 +194,14 @@ def test_every_figure_draws(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("curve", [[[NAN, NAN]], [[3.0]], [[0.0, 1e38]]], ids=["lost", "single", "extreme"])
 def test_every_figure_draws_odd_cells(name: str, curve: list[list[float]], tmp_path: Path) -> None:
-    cells = [made(tmp_path, method, curve) for method in ("random", "random-3-batched", "one-pass")]
+    cells = [made(tmp_path, method, curve) for method in ("random", "random-3-batched", "one-pass", "pbt-random")]
     figures.save(figure_of(name, cells), tmp_path / name)
 
 
 def test_every_figure_draws_a_real_run(tmp_path: Path) -> None:
     cells = [
-        compute(Request("diabetes", method, 4, 30), tmp_path) for method in ("random", "one-pass-wd-hdlr-m", "one-pass")
+        compute(Request("diabetes", method, 4, 30), tmp_path)
+        for method in ("random", "one-pass-wd-hdlr-m", "one-pass", "pbt-random")
     ]
     for name in FIGURES:
         figures.save(figure_of(name, cells), tmp_path / name)
@@ -216,7 +218,7 @@ def test_one_panel_a_data_set(count: int, tmp_path: Path) -> None:
 def test_one_panel_a_method_that_tunes_the_learning_rate(tmp_path: Path) -> None:
     figure = figure_of("learning-rates", made_many(tmp_path, ["uci-energy"]))
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert titles == [row.label for row in METHODS.values() if "lr" in row.options.get("tune", ("lr",))]
+    assert titles == [METHODS[name].label for name in ALONE if "lr" in METHODS[name].options.get("tune", ("lr",))]
     assert METHODS["random"].label not in titles and METHODS["lorraine"].label not in titles
 
 
@@ -234,3 +236,31 @@ def test_nothing_to_show(tmp_path: Path) -> None:
         figure_of("demo", [made(tmp_path)])
     with pytest.raises(UsageError):
         figure_of("learning-rates", [made(tmp_path, "random")])
+
+
+# --- searches ---
+
+
+def test_the_lowest_loss_so_far_over_time(tmp_path: Path) -> None:
+    curve = [[5.0, 9.0, NAN], [6.0, 3.0, 8.0], [1.0, 4.0, NAN]]
+    found = panels.incumbent(made(tmp_path, curve=curve, seconds_between=[1.0, 2.0, 4.0]))
+    assert found.seconds.tolist() == [1, 3, 7]
+    assert found.lowest.tolist() == [5, 3, 1]
+    assert (found.error > 0).all()
+
+
+def test_of_bayesian_optimisation_it_is_the_median_of_repetitions(tmp_path: Path) -> None:
+    curve = [[5.0, 9.0, 2.0], [6.0, 3.0, 1.0]]
+    found = panels.incumbent(made(tmp_path, "bayesian-optimisation", curve, seconds_between=[10.0, 10.0]))
+    assert found.lowest.tolist() == [5, 3]
+
+
+def test_searches_are_shown_where_they_belong(tmp_path: Path) -> None:
+    cells = made_many(tmp_path, ["uci-energy"])
+    for name in ("curves", "cdfs"):
+        labels = [text.get_text() for text in figure_of(name, cells).legends[0].get_texts()]
+        assert labels == [METHODS[method].label for method in ALONE]
+    labels = [text.get_text() for text in figure_of("search-curves", cells).legends[0].get_texts()]
+    assert labels == [row.label for row in METHODS.values() if row.best_of == 1]
+    with pytest.raises(UsageError, match="no finished runs that the figure search-curves could show"):
+        figure_of("search-curves", [cell for cell in cells if cell.request.method in ALONE])

@@ -113,9 +113,8 @@ def test_an_unreadable_cell_is_named(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_compute_one_cell(tmp_path: Path) -> None:
-    (tmp_path / "diabetes").mkdir()
     with (
-        runs._alone(tmp_path / "diabetes" / "one-pass"),
+        runs.alone(REQUEST, tmp_path),
         pytest.raises(UsageError, match=r"another process is computing .*one-pass; wait for it"),
     ):
         compute(REQUEST, tmp_path)

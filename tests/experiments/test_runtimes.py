@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from onepass.experiments import panels, runtimes, writing
-from onepass.experiments.methods import METHODS
+from onepass.experiments.methods import ALONE, METHODS
 from onepass.experiments.runs import Cell, UsageError
 from tests.experiments.test_figures import made
 
@@ -69,7 +69,7 @@ def test_only_the_same_machine_and_size_is_compared(tmp_path: Path) -> None:
 
 def test_starts_that_only_count_together_are_not_timed(tmp_path: Path) -> None:
     assert runtimes.results([timed(tmp_path, "random-3-batched", [1.0])]) == []
-    assert {"random-3-batched"} == {*METHODS} - {*runtimes.ONE_START}
+    assert {"random-3-batched"} == {*ALONE} - {*runtimes.ONE_START}
 
 
 def test_many_that_are_left_out_are_counted(tmp_path: Path) -> None:
