@@ -65,10 +65,9 @@ def settings(request: Request) -> tuple[Any, ...]:
 
 def note(request: Request, devices: str) -> str:
     split = "" if request.split is None else f", clean split {request.split}"
-    starts = (
-        f"{request.replicas} starts x " if METHODS[request.method].search is None else "searches with trainings of "
-    )
-    return f"{starts}{request.steps} steps on {devices}{split}"
+    if METHODS[request.method].search is not None:
+        return f"searches (of so many starts, or repetitions x trainings), {request.steps} steps on {devices}{split}"
+    return f"{request.replicas} starts x {request.steps} steps on {devices}{split}"
 
 
 def row_label(request: Request) -> str:
@@ -77,8 +76,8 @@ def row_label(request: Request) -> str:
     if row.search is None:
         return row.label
     count = f"{request.replicas:,}".replace(",", " ")
-    tried = f"{count} x {row.search.trials} trainings" if row.search.trials else f"{count} starts"
-    return f"{row.label}, {tried}{', on Ray' if request.engine == 'ray' else ''}"
+    tried = f"{count} x {row.search.trials}" if row.search.trials else count
+    return f"{row.label} ({tried}{', Ray' if request.engine == 'ray' else ''})"
 
 
 def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:

@@ -85,19 +85,19 @@ def test_the_paper_s_numbers_stand_beside_the_same_search() -> None:
     done = cell("asha-random", [0.2, 0.3, 0.25])
     same = replace(done, request=replace(done.request, replicas=row.replicas))
     (table,) = tables.results([same, cell("pbt-one-pass", [0.1, 0.2])])
-    assert [line.label for line in table.rows] == ["ASHA + Random, 114 286 starts", "PBT + one-pass, 61 starts"]
+    assert [line.label for line in table.rows] == ["ASHA + Random (114 286)", "PBT + one-pass (61)"]
     assert table.rows[0].median.paper == 0.191 and table.rows[1].median.paper is None
-    assert table.note == "searches with trainings of 4000 steps on cpu, 2 threads"
+    assert table.note == "searches (of so many starts, or repetitions x trainings), 4000 steps on cpu, 2 threads"
     (table,) = tables.results([done])
     assert table.rows[0].median.paper is None, "another number of starts is another search"
     on_ray = replace(same, request=replace(same.request, engine="ray"))
-    assert tables.results([on_ray])[0].rows[0].label.endswith("114 286 starts, on Ray")
+    assert tables.results([on_ray])[0].rows[0].label.endswith("(114 286, Ray)")
 
 
 def test_searches_and_single_starts_have_tables_of_their_own() -> None:
     found = tables.results([cell("random", [1.0, 2.0]), cell("bayesian-optimisation", [0.3, 0.4])])
     assert [len(table.rows) for table in found] == [1, 1]
-    assert found[1].rows[0].label == "Bayesian Optimisation, 61 x 30 trainings"
+    assert found[1].rows[0].label == "Bayesian Optimisation (61 x 30)"
 
 
 @pytest.mark.parametrize("method", [name for name in SEARCHES if METHODS[name].title[-10:] != "+ one-pass"])
@@ -117,7 +117,7 @@ def test_reproduce_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     size = ["--replicas", "8", "--steps", "40", "--device", "cpu", "--quiet", "--datasets", "diabetes"]
     assert main(["reproduce", *names, *size, "--methods", *methods, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.count("ASHA + one-pass, 8 starts") == 1 and shown.err == ""
+    assert shown.out.count("ASHA + one-pass (8)") == 1 and shown.err == ""
     for name in ("asha.md", "asha.tex", "pbt.html", "search-curves.png", "search-curves.pdf"):
         assert (tmp_path / name).stat().st_size > 200, name
     page = (tmp_path / "report.html").read_text()
