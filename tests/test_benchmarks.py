@@ -45,3 +45,11 @@ def test_population(tmp_path: Path) -> None:
     assert all(len(rounds) == 2 for found in times.values() for rounds in found.values())
     subprocess.run([*command, "--whole-run", "--steps", "20"], check=True, cwd=ROOT, capture_output=True)
     assert all(seconds["first"] > 0 for seconds in json.loads(result.read_text())["seconds"].values())
+
+
+def test_search(tmp_path: Path) -> None:
+    """Without Ray, which has tests of its own."""
+    result = tmp_path / "search.json"
+    command = [sys.executable, "benchmarks/search.py", "--trials", "4", "8", "--steps", "16", "--workers"]
+    said = subprocess.run([*command, "--json", str(result)], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert "a trial" in said.stdout and json.loads(result.read_text())["seconds"]["local"].keys() == {"begin", "trial"}

@@ -22,11 +22,12 @@ QUIET = {
 
 
 @contextmanager
-def connect(address: str | None = None) -> Iterator[Any]:
+def connect(address: str | None = None, workers: int | None = None) -> Iterator[Any]:
     """Ray, for a while: what runs in this process already, what is at the address, or else one for this machine alone.
 
     Args:
         address: "auto", "HOST:PORT", "ray://HOST:PORT"; by default what Ray's own ``$RAY_ADDRESS`` says, if it is set.
+        workers: of a Ray for this machine alone; by default one a core.
     """
     ray = _imported()
     if ray.is_initialized():
@@ -39,7 +40,7 @@ def connect(address: str | None = None) -> Iterator[Any]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address == "local":
-            ray.init("local", include_dashboard=False, **quiet)
+            ray.init("local", num_cpus=workers, include_dashboard=False, **quiet)
         else:
             ray.init(_answering(address), **quiet)
     except (OSError, ValueError, RuntimeError, SystemExit) as error:  # Ray would end the process

@@ -319,12 +319,16 @@ def test_what_has_ended_is_shown_again(
 OTHERS = [
     (["--steps", "25"], "", "holds a search with steps 24, but now steps is 25; give another --name"),
     (["--budget", "5"], "", "holds a search with budget 4, but now budget is 5"),
-    (["--seed", "1"], "", "holds a search with seed 0"),
+    (["--seed", "1"], "", "holds a search with seed 0, but now seed is 1; give another --name"),
     (["--search", "pbt"], "", "holds a search with search random, but now search is pbt"),
     (["--fixed"], "", "holds a search with options none, but now options is tune ()"),
     (["--rule", "adam"], "", "holds a search with rule sgd and start lr LogUniform(low=1e-06, high=1.0), momentum"),
     ([], START + "{'lr': LogUniform(0.1, 1.0)}", "but now start is lr LogUniform(low=0.1, high=1.0); give"),
-    ([], "def loss(model, batch): return model(batch[0]).pow(2).mean()", "holds a search with first losses"),
+    (
+        [],
+        "def loss(model, batch): return model(batch[0]).pow(2).mean()",
+        "holds a search with losses of a fresh model ",
+    ),
     ([], "train = [(inputs, targets)]", "what the file draws at random needs a seed"),
 ]
 

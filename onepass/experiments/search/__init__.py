@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from onepass.experiments.search import local, on_ray
-from onepass.experiments.search.problem import BEST, Best, Found, Moment, Plan, Problem, Trial, Where, best
+from onepass.experiments.search.problem import BEST, Best, Found, Moment, Plan, Problem, Space, Trial, Where, best
 
 ENGINES = {"local": local.SEARCHES, "ray": on_ray.SEARCHES}
 
@@ -26,4 +26,4 @@ def search(problem: Problem, plan: Plan, where: Where, engine: str = "local") ->
     return ENGINES[engine][plan.search](problem, plan, where)
 
 
-__all__ = ["BEST", "ENGINES", "Best", "Found", "Moment", "Plan", "Problem", "Trial", "Where", "best", "search"]
+__all__ = ["BEST", "ENGINES", "Best", "Found", "Moment", "Plan", "Problem", "Space", "Trial", "Where", "best", "search"]

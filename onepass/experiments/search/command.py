@@ -23,11 +23,12 @@ from onepass.experiments.search.results import RESULT, read, show, write, writte
 from onepass.experiments.search.user import UserProblem, first, load, pickled_by_value, told_in_a_line
 
 STUDY = "study.json"
+LOSSES = "losses of a fresh model"  # follow from all else, and tell what the file does
 
 ABOUT = (
     "Good starting values for your own model, and the model trained from them. FILE is Python and defines "
     "make_model(), loss(model, batch), train and valid; see docs/search.md. A search costs about as much as BUDGET "
-    "trainings of STEPS steps, side by side in one process: seconds for a model of a few thousand weights, minutes to "
+    "trainings of STEPS steps, side by side in one process: seconds for a model of a few thousand weights, minutes or "
     "hours for larger ones. It can be killed, and goes on with the same command."
 )
 
@@ -131,7 +132,7 @@ def configuration(asked: Asked, user: UserProblem) -> dict[str, Any]:
         "budget": asked.budget,
         "steps": asked.steps,
         "seed": asked.seed,
-        "first losses": _first_losses(problem, asked.seed),
+        LOSSES: _first_losses(problem, asked.seed),
     }
 
 
@@ -161,10 +162,11 @@ def _claim(folder: Path, asked: dict[str, Any]) -> None:
 
 def _compare(folder: Path, had: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     differ = [name for name in asked if had.get(name) != asked[name]]
+    causes = [name for name in differ if name != LOSSES]
     if differ:
-        then = " and ".join(f"{name} {had.get(name)}" for name in differ)
-        now = " and ".join(f"{name} is {asked[name]}" for name in differ)
-        random = "; what the file draws at random needs a seed" if differ == ["first losses"] else ""
+        then = " and ".join(f"{name} {had.get(name)}" for name in causes or differ)
+        now = " and ".join(f"{name} is {asked[name]}" for name in causes or differ)
+        random = "" if causes else "; what the file draws at random needs a seed"
         raise UsageError(f"{folder} holds a search with {then}, but now {now}; give another --name{random}")
 
 
