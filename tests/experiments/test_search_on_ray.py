@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'onepass[ray]'")
 
+from onepass.cli import main
 from onepass.experiments.connection import connect
 from onepass.experiments.search import on_ray
 from onepass.experiments.search.problem import Found, Plan, Problem, Space, Where, best
@@ -49,8 +51,8 @@ def linear(judge: Any = squared, **options: Any) -> Problem:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
-    """Once for all tests here."""
-    with connect("local") as started:
+    """Once for all tests here, with two workers."""
+    with connect("local", workers=2) as started:
         yield started
 
 
@@ -213,3 +215,38 @@ def test_whoever_is_killed_it_goes_on(ray: Any, tmp_path: Path) -> None:
         )
     assert before <= {path.name for path in out.glob("tune/train*")}
     assert len(list(seen.iterdir())) <= 29, "of 30 reports, four were there, and one or two were lost with the worker"
+
+
+FILE = """
+import os, signal
+from pathlib import Path
+import torch
+
+begun_by, marker = os.getpid(), Path("MARKER")
+inputs = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+train, valid = ([(inputs[i : i + 24], inputs[i : i + 24].sum(1, keepdim=True))] for i in (0, 24))
+
+def make_model():
+    return torch.nn.Linear(3, 1)
+
+def loss(model, batch):
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+def metric(model, batch):
+    if os.getpid() != begun_by and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(model, batch)
+"""
+
+
+def test_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's file, which kills the first worker that judges by it."""
+    file, marker = tmp_path / "mine.py", tmp_path / "killed"
+    file.write_text(FILE.replace("MARKER", str(marker)))
+    line = ["search", str(file), "--engine", "ray", "--out", str(tmp_path / "out"), "--quiet", "--json"]
+    assert main([*line, "--budget", "3", "--steps", "16", "--block", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert marker.exists() and found["engine"] == "ray" and found["starts"] == 16
+    saved = torch.load(found["files"]["model"], weights_only=True)
+    assert saved.keys() == {"weight", "bias"} and found["trials"][0]["valid"] < 3.0
