@@ -33,7 +33,7 @@ from onepass.stopwatch import Stopwatch
 from onepass.tuner import HyperOptimizer, default_hyper_optimizer
 from onepass.workers import Each, workers
 
-WORTH_RECORDING = 300  # weight steps in all: what is recorded serves the next run too
+WORTH_RECORDING = 300  # weight steps of all blocks: what is recorded serves them all, and the next run too
 CPU = torch.device("cpu")
 
 
@@ -378,7 +378,7 @@ class Population:
         members = (
             lanes_of(self.replicas, self._device) if random else members_of(self.replicas, self._size, self._device)
         )
-        blocks = split(self._chosen_backend(end), self._state, members, [True] * len(members))
+        blocks = split(self._chosen_backend(end, len(members)), self._state, members, [True] * len(members))
         for block in blocks:
             block.begin(taken, valid)
         return blocks
@@ -452,9 +452,10 @@ class Population:
             for name, (metric, batch) in metrics.items()
         }
 
-    def _chosen_backend(self, end: int) -> Backend:
-        """Recording operations takes as long as some hundred steps, and cannot record random numbers."""
-        eager = self._method.dropout is not None or not self._recordable or end < WORTH_RECORDING
+    def _chosen_backend(self, end: int, blocks: int) -> Backend:
+        """Recording operations takes as long as some hundred steps of a block, and cannot record random numbers."""
+        few = end * blocks < WORTH_RECORDING
+        eager = self._method.dropout is not None or not self._recordable or few
         if self._method.dropout is not None and self._backend not in ("auto", "eager"):
             raise ValueError(
                 f"backend must be 'auto' or 'eager' where the loss draws random numbers, but got {self._backend!r}"
@@ -496,7 +497,7 @@ class Population:
         self._found_again(feeds, saved["population"]["batches"])
         members = [torch.tensor(members, device=self._device) for members, _ in saved["blocks"]]
         alive = [alive for _, alive in saved["blocks"]]
-        return split(self._chosen_backend(end), self._state, members, alive)
+        return split(self._chosen_backend(end, len(members)), self._state, members, alive)
 
 
 class Feeds(NamedTuple):

@@ -101,6 +101,13 @@ def test_it_is_recorded_once() -> None:
     assert made is found._made
 
 
+@pytest.mark.parametrize(("replicas", "steps", "recorded"), [(1, 20, False), (20, 20, True), (1, 300, True)])
+def test_recording_has_to_pay(replicas: int, steps: int, recorded: bool) -> None:
+    """Many blocks of few steps are as good as few blocks of many."""
+    made = trained(steps, replicas=replicas, block=1, device="cpu")._made
+    assert made is not None and (made[0] == "traced") is recorded
+
+
 def test_random_numbers_and_real_steps_cannot_be_recorded() -> None:
     noisy = {
         "model": lambda: nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Dropout(), nn.Linear(4, 1).double())
