@@ -134,9 +134,17 @@ def _picture_files(name: str) -> Files:
     return make
 
 
-def _grid_files(name: str, of: Callable[[Sequence[Cell]], Any]) -> Files:
+def _sensitivity_tables(cells: Sequence[Cell]) -> list[Grid]:
+    return grids.tables(grids.sensitivity(cells))
+
+
+def _accuracy_tables(cells: Sequence[Cell]) -> list[Grid]:
+    return [*grids.precision(cells), *grids.tables(grids.hypergradient_accuracy(cells))]
+
+
+def _grid_files(name: str, of: Callable[[Sequence[Cell]], list[Grid]]) -> Files:
     def make(cells: Sequence[Cell], path: Path) -> list[Path]:
-        return _table_files(grids.tables(of(cells)), "", path) + _picture_files(name)(cells, path)
+        return _table_files(of(cells), "", path) + _picture_files(name)(cells, path)
 
     return make
 
@@ -209,7 +217,7 @@ ARTEFACTS: dict[str, Artefact] = {
         "error of the first hypergradient over T and i, in single and double precision; 50 starts, 220 short cells",
         plans.hypergradient_accuracy,
         (plans.SERIES, plans.EXACT),
-        _grid_files("hypergradient-accuracy", grids.hypergradient_accuracy),
+        _grid_files("hypergradient-accuracy", _accuracy_tables),
     ),
     "validation-size": study(
         "validation-size",
@@ -242,7 +250,7 @@ ARTEFACTS: dict[str, Artefact] = {
         "median final loss over T and i, from 1 to 10, after 400 hyper steps; 100 starts, 156 cells",
         plans.sensitivity,
         (plans.UNTUNED, plans.SERIES, plans.EXACT),
-        _grid_files("sensitivity", grids.sensitivity),
+        _grid_files("sensitivity", _sensitivity_tables),
     ),
 }
 

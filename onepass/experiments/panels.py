@@ -54,7 +54,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "pbt-one-pass-wd-lr-m": {"color": "#0072B2", "linestyle": "-."},
     "pbt-one-pass": {"color": "#D55E00", "linestyle": "-."},
 }
-SPARE = ("#882255", "#44AA99", "#332288", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
+SPARE = ("#882255", "#44AA99", "#DDCC77", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
 
 
 class Curve(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from onepass.experiments.protocol import title_of
 from onepass.experiments.runs import Cell
 from onepass.experiments.statistics import Array
 from onepass.experiments.studies.plans import EXACT, PRECISIONS, SERIES, UNTUNED
+from onepass.experiments.variants import Variant
 from onepass.experiments.writing import Grid, Text
 
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
@@ -95,8 +97,8 @@ def hypergradient_accuracy(cells: Sequence[Cell]) -> list[HeatMaps]:
         for average, of in (("mean", _mean), ("median", _median)):
             maps = [
                 HeatMap(f"{words}, {precision}", 100 * numbers)
-                for name, words in NAMES.items()
                 for precision, double in PRECISIONS.items()
+                for name, words in NAMES.items()
                 if (numbers := _errors_crossed(own, double, name, of)) is not None
             ]
             title = f"{title_of(dataset)}: {average} error of first hypergradients in per cent of the exact ones"
@@ -109,6 +111,35 @@ def _errors_crossed(cells: Sequence[Cell], double: bool, name: str, of: Callable
     true = {cell.request.variant: cell for cell in some if cell.request.method == EXACT}
     near = [cell for cell in some if cell.request.method == SERIES and cell.request.variant in true]
     return _crossed(near, lambda cell: of(errors(cell, true[cell.request.variant], name))) if near else None
+
+
+def precision(cells: Sequence[Cell]) -> list[Grid]:
+    """How far hypergradients in single precision are from the same ones in double."""
+    return [_precision(dataset, cells) for dataset in _datasets(cells)]
+
+
+def _precision(dataset: str, cells: Sequence[Cell]) -> Grid:
+    own = [cell for cell in cells if cell.request.dataset == dataset and cell.hypergradients]
+    body = []
+    for method in (SERIES, EXACT):
+        some = {cell.request.variant: cell for cell in own if cell.request.method == method}
+        pairs = [
+            (single, some[double])
+            for variant, single in some.items()
+            if (double := _in_double(variant)) in some and not variant.double
+        ]
+        for name, words in NAMES.items():
+            apart = np.concatenate([np.empty(0), *(errors(single, double, name) for single, double in pairs)])
+            if len(apart):
+                numbers = [np.median(apart), np.percentile(apart, 99), apart.max()]
+                body.append([Text(f"{METHODS[method].label}, {words}"), *(Text(f"{100 * x:.1g}") for x in numbers)])
+    title = f"{title_of(dataset)}: first hypergradients in float32, per cent apart from those in float64"
+    return Grid(title, "over all starts, T and i", ["method", "median", "99th percentile", "largest"], body)
+
+
+def _in_double(variant: Variant) -> Variant:
+    single, double = PRECISIONS
+    return replace(variant, place=variant.place.replace(single, double), double=True)
 
 
 def _mean(values: Array) -> float:

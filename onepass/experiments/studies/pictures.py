@@ -136,14 +136,15 @@ def _arrow(colour: str) -> dict[str, Any]:
 # --- grids over intervals and look-backs ---
 
 
-def draw_heat_maps(every: Sequence[HeatMaps], *, shared: bool = True, columns: int = 3) -> Figure | None:
+def draw_heat_maps(every: Sequence[HeatMaps], *, shared: bool = True) -> Figure | None:
     """A row of panels for each group. ``shared``: in the same colours, so that they can be compared."""
     every = [found for found in every if any(np.isfinite(one.numbers).any() for one in found.maps)]
     if not every:
         return None
+    columns = 3
     rows = [-(-len(found.maps) // columns) for found in every]
-    heights = [3.9 * count + 0.5 for count in rows]
-    figure = Figure(figsize=(4.3 * columns, sum(heights)), layout="constrained")
+    heights = [3.4 * count + 0.5 for count in rows]
+    figure = Figure(figsize=(4.2 * columns, sum(heights)), layout="constrained")
     blocks = figure.subfigures(len(every), 1, squeeze=False, height_ratios=heights).flat
     for block, found, count in zip(blocks, every, rows, strict=True):
         times = f" × {found.times:,}".replace(",", " ") if found.times > 1 else ""
@@ -165,7 +166,7 @@ def _draw_heat_map(axes: Axes, one: HeatMap, between: tuple[float, float]) -> No
     axes.imshow(one.numbers, norm=norm, cmap=HEAT, aspect="auto", origin="lower")
     for row, column in np.ndindex(rows, columns):
         number = float(one.numbers[row, column])
-        colour = "white" if np.isfinite(number) and float(norm(number)) < 0.6 else INK
+        colour = "white" if number > 0 and float(norm(number)) < 0.6 else INK
         axes.text(column, row, grids.written(number), ha="center", va="center", fontsize=6.5, color=colour)
     axes.set_xticks(range(columns), [str(i + 1) for i in range(columns)] if columns > 1 else ["any"])
     axes.set_yticks(range(rows), [str(row + 1) for row in range(rows)])
@@ -287,9 +288,7 @@ PICTURES: dict[str, Callable[[Sequence[Cell]], Figure | None]] = {
     "toy": lambda cells: draw_toy(illustrations.toy()),
     "pseudo-loss": _pseudo_loss,
     "sensitivity": lambda cells: draw_heat_maps(grids.sensitivity(cells)),
-    "hypergradient-accuracy": lambda cells: draw_heat_maps(
-        grids.hypergradient_accuracy(cells), shared=False, columns=2
-    ),
+    "hypergradient-accuracy": lambda cells: draw_heat_maps(grids.hypergradient_accuracy(cells), shared=False),
     "trajectories": lambda cells: draw_landscapes(landscape.landscapes(cells)),
     "short-horizon": draw_horizons,
     "validation-size": lambda cells: draw_splits(proportions.splits(cells)),
