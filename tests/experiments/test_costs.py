@@ -60,7 +60,7 @@ def test_what_nobody_has_measured_is_not_made_up() -> None:
     text = replace(ENERGY, dataset="penn-treebank")
     assert math.isnan(seconds_of(text, "cuda"))
     lines = plan({"uci": [ENERGY], "penn-treebank": [text]}, [], "cuda")
-    assert "not known" in lines[-1] and "in all" in lines[-1] and "H200" in lines[0]
+    assert "unknown" in lines[-1] and "in all" in lines[-1] and "H200" in lines[0]
 
 
 def test_estimates_agree_with_results_on_record() -> None:
