@@ -299,8 +299,9 @@ def reproduce(args: argparse.Namespace) -> None:
     missing = [request for request in every if request not in done]
     compute_all, place = (_side_by_side, "Ray") if args.engine == "ray" else (_in_turn, _chosen(args))
     say(f"{len(every)} cells: {len(done)} finished, {len(missing)} to compute on {place}, into {out}")
-    for line in costs.plan(wanted, done, args.device or "cuda" if place == "Ray" else place):
-        say(line)
+    if "all" in args.artefacts:
+        for line in costs.plan(wanted, done, (args.device or "cuda") if place == "Ray" else place):
+            say(line)
     waiting = dict(wanted)
     _show_finished(args, waiting, done, say)
     with closing(compute_all(args, missing, out)) as found:
