@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from onepass.backends import BACKENDS
 from onepass.rules import RULES
 
 try:
-    from onepass.experiments import artefacts, cluster, demo, tables
+    from onepass.experiments import artefacts, cluster, costs, demo, tables
     from onepass.experiments.datasets import DATASETS
     from onepass.experiments.methods import METHODS
     from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
@@ -94,12 +94,13 @@ def parser() -> argparse.ArgumentParser:
     _settings(one)
 
     one = _command(commands, "reproduce", reproduce, "Tables and figures of the paper. " + COSTS)
+    one.formatter_class, one.epilog = WithCosts, "WHAT EACH TAKES"
     one.add_argument(
         "artefacts",
         nargs="+",
-        type=_known("artefact", artefacts.ARTEFACTS),
+        type=_known("artefact", {**artefacts.ARTEFACTS, "all": None}),
         metavar="ARTEFACT",
-        help="such as uci or fashion-mnist; see `onepass list`",
+        help="such as uci or fashion-mnist, or all; see `onepass list`",
     )
     one.add_argument(
         "--datasets",
@@ -139,10 +140,25 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class WithCosts(argparse.HelpFormatter):
+    """Instead of the last paragraph, what each artefact takes."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text != "WHAT EACH TAKES":
+            return super()._fill_text(text, width, indent)
+        nothing_said = dict.fromkeys(("replicas", "steps", "split", "datasets", "methods"))
+        usual = argparse.Namespace(**nothing_said, seed=0, engine="local", artefacts=())
+        names = artefacts.ARTEFACTS
+        lines = [f"  {name:{max(map(len, names))}}  {costs.in_short(_requests(usual, name))}" for name in names]
+        about = super()._fill_text(f"What each takes alone ({costs.MEASURED}):", width, indent)
+        return "\n".join([about, *lines])
+
+
 COSTS = (
     "200 starts x 4000 steps of a UCI set take 2 to 20 s a method on one H200, and 1 to 25 minutes on 2 CPU cores, of "
     "which --backend compiled saves half; 100 starts x 10000 steps of Fashion-MNIST take 10 minutes or more a method "
-    "there; Penn Treebank needs a GPU. All can be killed and go on with the same command."
+    "there; Penn Treebank needs a GPU. Methods long- and full-diff-through-opt train 30 to 50 times. All can be killed "
+    "and go on with the same command."
 )
 
 
@@ -253,7 +269,7 @@ def show_list(args: argparse.Namespace) -> None:
     parts: dict[str, dict[str, str]] = {
         "Data sets": {name: f"{title_of(name)}: {data_of(name).note}" for name in PROTOCOLS},
         "Methods": {name: f"{row.label}: {row.about}" for name, row in METHODS.items()},
-        "Artefacts": {name: artefact.about for name, artefact in artefacts.ARTEFACTS.items()},
+        "Artefacts": {**{name: one.about for name, one in artefacts.ARTEFACTS.items()}, "all": artefacts.ABOUT_ALL},
     }
     width = max(len(name) for lines in parts.values() for name in lines)
     for title, lines in parts.items():
@@ -276,43 +292,90 @@ def reproduce(args: argparse.Namespace) -> None:
     if args.address is not None and args.engine != "ray":
         raise UsageError("--address is for --engine ray, but --engine is local; add --engine ray, or leave it out")
     out, began = _writable(args.out), time.perf_counter()
-    wanted = {name: _requests(args, name) for name in args.artefacts}
+    wanted = _wanted(args)
     every = list(dict.fromkeys(request for requests in wanted.values() for request in requests))
     done = {request: cell for request in every if (cell := finished(request, out)) is not None}
     say = _silent if args.quiet else _say
     missing = [request for request in every if request not in done]
     compute_all, place = (_side_by_side, "Ray") if args.engine == "ray" else (_in_turn, _chosen(args))
     say(f"{len(every)} cells: {len(done)} finished, {len(missing)} to compute on {place}, into {out}")
+    if "all" in args.artefacts:
+        for line in costs.plan(wanted, done, (args.device or "cuda") if place == "Ray" else place):
+            say(line)
+    waiting = dict(wanted)
+    _show_finished(args, waiting, done, say)
     with closing(compute_all(args, missing, out)) as found:
         for cell in found:
             done[cell.request] = cell
+            _show_finished(args, waiting, done, say)
     if args.json:
         print(json.dumps([done[request].to_json() for request in every]))
-    else:
-        for name, requests in wanted.items():
-            if (show := artefacts.ARTEFACTS[name].show) is not None:
-                show([done[request] for request in requests])
-    try:
-        for name, requests in wanted.items():
-            for path in artefacts.ARTEFACTS[name].make(_comparable(args, name, requests), out / name):
-                say(f"wrote {path}")
-        say(f"wrote {_report(out)}")
-    except ModuleNotFoundError as missing:  # on a cluster, say; the results are safe
-        say(f"no {missing.name} for pictures: pip install 'onepass[experiments]', then onepass report {out}")
+    if next(cells(out), None) is not None:  # studies that change something, and drawings, are no part of it
+        with _needing_pictures(out, say):
+            say(f"wrote {_report(out)}")
     say(f"{time.perf_counter() - began:.0f} s in all")
 
 
-def _comparable(args: argparse.Namespace, name: str, requests: list[Request]) -> list[Cell]:
+def _wanted(args: argparse.Namespace) -> dict[str, list[Request]]:
+    """Artefact -> its cells. Of all artefacts, those that have any of the data sets and methods asked for."""
+    if "all" not in args.artefacts:
+        return {name: _requests(args, name) for name in args.artefacts}
+    return {name: _requests(args, name) for name in artefacts.EVERYTHING if _has_some(args, artefacts.ARTEFACTS[name])}
+
+
+def _has_some(args: argparse.Namespace, artefact: artefacts.Artefact) -> bool:
+    known, asked = (*artefact.every, *artefact.trial, "all"), args.datasets or artefact.datasets
+    drawn = not artefact.methods  # with nothing trained
+    return drawn or bool({*known} & {*asked} and {*artefact.methods} & {*(args.methods or artefact.methods)})
+
+
+def _show_finished(
+    args: argparse.Namespace, waiting: dict[str, list[Request]], done: dict[Request, Cell], say: Callable[[str], None]
+) -> None:
+    """Tables and files of every artefact that now has all its cells; nobody should have to wait for the others."""
+    ready = [name for name, requests in waiting.items() if all(request in done for request in requests)]
+    for name in ready:
+        requests, artefact = waiting.pop(name), artefacts.ARTEFACTS[name]
+        if artefact.show is not None and not args.json:
+            artefact.show([done[request] for request in requests])
+        try:
+            with _needing_pictures(args.out, say):
+                for path in artefact.make(_comparable(args, name, requests, say), args.out / name):
+                    say(f"wrote {path}")
+        except UsageError as error:
+            if "all" not in args.artefacts:
+                raise
+            say(f"no {name}: {error}")  # of some methods alone there may be nothing to show
+
+
+@contextmanager
+def _needing_pictures(out: Path, say: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as missing:  # on a cluster, say; the results are safe
+        say(f"no {missing.name} for pictures: pip install 'onepass[experiments]', then onepass report {out}")
+
+
+def _comparable(args: argparse.Namespace, name: str, requests: list[Request], say: Callable[[str], None]) -> list[Cell]:
     """What was asked for, and what was finished before with the same settings: a file must not lose rows."""
     artefact = artefacts.ARTEFACTS[name]
     datasets = {*artefact.every, *(request.dataset for request in requests)}
-    return [
-        cell
-        for cell in cells(args.out)
-        if cell.request.dataset in datasets
-        and artefact.takes(cell.request.dataset, cell.request.method)
-        and cell.request == _request(args, cell.request.dataset, cell.request.method)
+    every = [
+        request
+        for dataset in PROTOCOLS
+        for method in METHODS
+        if dataset in datasets and artefact.takes(dataset, method)
+        for request in artefact.plan(_request(args, dataset, method), args.replicas)
     ]
+    found = []
+    for request in every:
+        try:
+            cell = finished(request, args.out)
+        except UsageError as error:  # of another configuration, or broken: the rest is still worth a look
+            say(f"left out: {error}")
+        else:
+            found += [cell] if cell is not None else []
+    return found
 
 
 def search(args: argparse.Namespace) -> None:
@@ -333,10 +396,13 @@ def _report(out: Path) -> Path:
 
 def _requests(args: argparse.Namespace, name: str) -> list[Request]:
     artefact = artefacts.ARTEFACTS[name]
+    if not artefact.methods:
+        return []  # nothing is trained
     asked = args.datasets or artefact.datasets
     datasets = artefact.every if "all" in asked else asked
-    others = [dataset for dataset in datasets if dataset not in (*artefact.every, *artefact.trial)]
-    if others:
+    known = (*artefact.every, *artefact.trial)
+    others = [dataset for dataset in datasets if dataset not in known]
+    if others and "all" not in args.artefacts:  # which have other data sets, too
         small = f" (to try it out, {' or '.join(artefact.trial)} too)" if artefact.trial else ""
         raise UsageError(f"{name} has {', '.join(artefact.every)}{small}, but not {', '.join(others)}")
     methods = [name for name in METHODS if name in (args.methods or artefact.methods) and name in artefact.methods]
@@ -344,8 +410,11 @@ def _requests(args: argparse.Namespace, name: str) -> list[Request]:
         raise UsageError(
             f"none of {', '.join(args.methods)} is for {artefact.about}; it has {', '.join(artefact.methods)}"
         )
-    every = [(dataset, method) for dataset in PROTOCOLS if dataset in datasets for method in methods]
-    return [_request(args, *one) for one in every if artefact.takes(*one)]
+    every = [
+        (dataset, method) for dataset in PROTOCOLS if dataset in datasets and dataset in known for method in methods
+    ]
+    fitting = [_request(args, *one) for one in every if artefact.takes(*one)]
+    return [request for one in fitting for request in artefact.plan(one, args.replicas)]
 
 
 def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
@@ -357,11 +426,13 @@ def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
         )
         raise UsageError(f"{known}, but got {args.split}")
     row = METHODS[method]
-    replicas, fewest = args.replicas or (row.search or protocol).replicas, row.best_of
+    usual = row.search.replicas if row.search is not None else row.replicas or protocol.replicas
+    replicas, fewest = args.replicas or usual, row.best_of
     if replicas < fewest:
         raise UsageError(f"{method} keeps one of {fewest} starts: --replicas must be at least that, but got {replicas}")
     engine = "local" if row.search is None else getattr(args, "engine", "local")
-    return Request(dataset, method, replicas, args.steps or protocol.steps, args.seed, args.split, engine)
+    steps = args.steps or (protocol.short_steps if row.short else protocol.steps)
+    return Request(dataset, method, replicas, steps, args.seed, args.split, engine)
 
 
 Cells = Generator[Cell, None, None]
@@ -372,7 +443,7 @@ def _in_turn(
 ) -> Cells:
     say = _silent if args.quiet else _say
     for number, request in enumerate(requests, before + 1):
-        say(f"[{number}/{before + len(requests)}] {request.dataset}, {request.method}")
+        say(f"[{number}/{before + len(requests)}] {_called(request)}")
         cell = _computed(request, out, args, device)
         say(f"    {_in_short(cell)}")
         yield cell
@@ -385,10 +456,14 @@ def _side_by_side(args: argparse.Namespace, requests: list[Request], out: Path) 
     settings = {"device": args.device, "backend": args.backend, "data_dir": args.data_dir}
     with cluster.connect(args.address) as ray, closing(cluster.computed(alone, out, **settings)) as cells:
         for number, cell in enumerate(cells, 1):
-            say(f"[{number}/{len(requests)}] {cell.request.dataset}, {cell.request.method}: {_in_short(cell)}")
+            say(f"[{number}/{len(requests)}] {_called(cell.request)}: {_in_short(cell)}")
             yield cell
         device = cluster.device_of(ray, args.device) if searches else None
         yield from _in_turn(args, searches, out, len(alone), device)  # each fills the cluster by itself
+
+
+def _called(request: Request) -> str:
+    return ", ".join(filter(None, (request.variant.place, request.dataset, request.method)))
 
 
 def _in_short(cell: Cell) -> str:

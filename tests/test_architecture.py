@@ -43,6 +43,7 @@ LAYERS = [
     {"__main__"},
 ]
 FOLDER = PACKAGE / "experiments"
+DRAWING = {"figures", "panels", "report", "studies/pictures"}
 EXPERIMENTS = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
 
 
@@ -81,7 +82,7 @@ def test_torch_alone(name: str) -> None:
     assert outside <= {"torch", "onepass", "__future__"} | lazily
 
 
-@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"figures", "panels", "report", "search/ray_hooks"}))
+@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - DRAWING - {"search/ray_hooks"}))
 def test_training_needs_numpy_alone(name: str) -> None:
     """Where tables and pictures are not wanted, as on a cluster, nothing else has to be installed."""
     tree = ast.parse(EXPERIMENTS[name].read_text())

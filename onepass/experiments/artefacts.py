@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from onepass.experiments import runtimes, tables, writing
-from onepass.experiments.methods import ALONE, METHODS, SEARCHES
+from onepass.experiments.methods import ALONE, FAR_SIGHTED, METHODS, SEARCHES
 from onepass.experiments.runs import Cell
+from onepass.experiments.studies import grids, plans
+from onepass.experiments.studies.plans import Plan
 from onepass.experiments.writing import Grid
 
 Files = Callable[[Sequence[Cell], Path], list[Path]]
@@ -32,8 +35,9 @@ REGRESSION, CLASSIFICATION = ("diabetes",), ("digits",)  # they need no download
 BAYESIAN = ("bayesian-optimisation",)
 ASHA = tuple(name for name in SEARCHES if name.startswith("asha"))
 PBT = tuple(name for name in SEARCHES if name.startswith("pbt"))
-IN_TIME = tuple(name for name in METHODS if METHODS[name].best_of == 1)  # whose best can be followed over time
-TUNING_LR = tuple(name for name, row in METHODS.items() if row.tunes("lr"))
+IN_TIME = tuple(name for name in (*ALONE, *SEARCHES) if METHODS[name].best_of == 1)  # whose best can be followed
+TUNING_LR = tuple(name for name in ALONE if METHODS[name].tunes("lr"))
+WITHOUT_MOMENTUM = ("random", "lorraine", "baydin", "one-pass-wd-lr", "one-pass")  # those that do not need one
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Artefact:
         datasets: unless somebody wants others; ``every`` of them for ``--datasets all``.
         trial: other data sets that it takes if asked for, to try it out.
         only: method -> the data sets that it is for, if not for all.
+        plan: the cells that it needs for one data set and one method.
         show: prints a table on a terminal.
     """
 
@@ -56,6 +61,7 @@ class Artefact:
     methods: Names = ALONE
     trial: Names = ()
     only: Mapping[str, Names] = field(default_factory=dict)
+    plan: Plan = plans.usual
     show: Callable[[Sequence[Cell]], None] | None = None
 
     def takes(self, dataset: str, method: str) -> bool:
@@ -73,6 +79,17 @@ def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), met
     return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial)
 
 
+def study(name: str, about: str, plan: Plan, methods: Names, make: Files | None = None, **others: Any) -> Artefact:
+    """One of `studies.pictures.PICTURES`."""
+    settings = {"datasets": ENERGY, "every": ENERGY, "trial": REGRESSION, **others}
+    return Artefact(about, make or _picture_files(name), methods=methods, plan=plan, **settings)
+
+
+def idea(name: str, about: str) -> Artefact:
+    """A picture for which nothing is trained."""
+    return Artefact(about, _picture_files(name), (), (), ())
+
+
 def _show_results(cells: Sequence[Cell]) -> None:
     tables.show(tables.results(cells))
 
@@ -87,11 +104,11 @@ def _runtime_files(cells: Sequence[Cell], path: Path) -> list[Path]:
     return written + _figure_files("runtimes")(cells, path)
 
 
-def _table_files(grids: Sequence[Grid], legend: str, path: Path) -> list[Path]:
+def _table_files(every: Sequence[Grid], legend: str, path: Path) -> list[Path]:
     written = {
-        ".md": "\n".join(map(writing.to_markdown, grids)) + f"\n{legend}\n",
-        ".tex": "\n".join(map(writing.to_latex, grids)),
-        ".html": "\n".join(map(writing.to_html, grids)),
+        ".md": "\n".join(map(writing.to_markdown, every)) + f"\n{legend}\n",
+        ".tex": "\n".join(map(writing.to_latex, every)),
+        ".html": "\n".join(map(writing.to_html, every)),
     }
     for suffix, text in written.items():
         path.with_suffix(suffix).write_text(text)
@@ -105,6 +122,46 @@ def _figure_files(kind: str) -> Files:
         return figures.save(figures.figure_of(kind, cells), path)
 
     return make
+
+
+def _picture_files(name: str) -> Files:
+    def make(cells: Sequence[Cell], path: Path) -> list[Path]:
+        from onepass.experiments import figures
+        from onepass.experiments.studies import pictures  # needs matplotlib
+
+        return figures.save(pictures.picture_of(name, cells), path)
+
+    return make
+
+
+def _sensitivity_tables(cells: Sequence[Cell]) -> list[Grid]:
+    return grids.tables(grids.sensitivity(cells))
+
+
+def _accuracy_tables(cells: Sequence[Cell]) -> list[Grid]:
+    return [*grids.precision(cells), *grids.tables(grids.hypergradient_accuracy(cells))]
+
+
+def _grid_files(name: str, of: Callable[[Sequence[Cell]], list[Grid]]) -> Files:
+    def make(cells: Sequence[Cell], path: Path) -> list[Path]:
+        return _table_files(of(cells), "", path) + _picture_files(name)(cells, path)
+
+    return make
+
+
+def _validation_files(cells: Sequence[Cell], path: Path) -> list[Path]:
+    return _result_files(cells, path) + _picture_files("validation-size")(cells, path)
+
+
+def _horizon_files(cells: Sequence[Cell], path: Path) -> list[Path]:
+    """All tables in one file; a picture of the short problems, and one of each data set at its usual length."""
+    written, parts = _result_files(cells, path), dict[str, list[Cell]]()
+    for cell in cells:
+        truncated = cell.request.variant.place == plans.TRUNCATED
+        parts.setdefault("truncated" if truncated else cell.request.dataset, []).append(cell)
+    for part, some in parts.items():
+        written += _picture_files("short-horizon")(some, path.with_name(f"{path.name}-{part}"))
+    return written
 
 
 ABOUT = {
@@ -153,4 +210,74 @@ ARTEFACTS: dict[str, Artefact] = {
         (*REGRESSION, *CLASSIFICATION),
         show=runtimes.show,
     ),
+    "toy": idea("toy", "the method on two losses of one weight and one hyperparameter"),
+    "pseudo-loss": idea("pseudo-loss", "the learning rate scales the landscape, and not the step"),
+    "hypergradient-accuracy": study(
+        "hypergradient-accuracy",
+        "error of the first hypergradient over T and i, in single and double precision; 50 starts, 220 short cells",
+        plans.hypergradient_accuracy,
+        (plans.SERIES, plans.EXACT),
+        _grid_files("hypergradient-accuracy", _accuracy_tables),
+    ),
+    "validation-size": study(
+        "validation-size",
+        "four sizes of the validation set, with one learning rate and with one a weight",
+        plans.validation_size,
+        ("one-pass-wd-lr-m", "one-pass-wd-hdlr-m"),
+        _validation_files,
+        show=_show_results,
+    ),
+    "trajectories": study(
+        "trajectories",
+        "where 50 tuned starts go, over a landscape of 500 that are not tuned; no momentum",
+        plans.trajectories,
+        WITHOUT_MOMENTUM,
+    ),
+    "short-horizon": study(
+        "short-horizon",
+        "exact hypergradients through 200 steps, and through all of them, on short problems and on the usual ones",
+        plans.short_horizon,
+        (*(name for name in ALONE if "lookback" not in name), *FAR_SIGHTED),
+        _horizon_files,
+        datasets=(*IN_THE_PAPER, "fashion-mnist"),
+        every=(*IN_THE_PAPER, "fashion-mnist"),
+        trial=(*REGRESSION, *CLASSIFICATION),
+        only={plans.MEDIUM: ("fashion-mnist", "digits"), plans.FULL: ("uci-energy", "diabetes")},
+        show=_show_results,
+    ),
+    "sensitivity": study(
+        "sensitivity",
+        "median final loss over T and i, from 1 to 10, after 400 hyper steps; 100 starts, 156 cells",
+        plans.sensitivity,
+        (plans.UNTUNED, plans.SERIES, plans.EXACT),
+        _grid_files("sensitivity", _sensitivity_tables),
+    ),
 }
+
+ABOUT_ALL = "every one of these, in an order that shows something early"
+# All of them, for whoever wants to see something early: cheap ones first, and searches and larger networks last.
+EVERYTHING: Names = (
+    "toy",
+    "pseudo-loss",
+    "hypergradient-accuracy",
+    "uci",
+    "uci-curves",
+    "uci-cdfs",
+    "uci-learning-rates",
+    "validation-size",
+    "trajectories",
+    "sensitivity",
+    "bayesian-optimisation",
+    "asha",
+    "pbt",
+    "search-curves",
+    "fashion-mnist",
+    "fashion-mnist-curves",
+    "fashion-mnist-cdfs",
+    "fashion-mnist-batchnorm",
+    "short-horizon",
+    "penn-treebank",
+    "penn-treebank-curves",
+    "penn-treebank-cdfs",
+    "runtimes",
+)

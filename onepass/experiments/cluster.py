@@ -16,8 +16,10 @@ from onepass.experiments.connection import connect
 from onepass.experiments.datasets import Data, load
 from onepass.experiments.errors import UsageError
 from onepass.experiments.methods import METHODS
-from onepass.experiments.protocol import PROTOCOLS, Outcome, train
+from onepass.experiments.protocol import PROTOCOLS
 from onepass.experiments.runs import Cell, Request, alone, check_backend, finished, here, keep
+from onepass.experiments.training import Outcome, train
+from onepass.experiments.variants import varied
 
 RETRIES = 3  # of what was lost with its worker
 
@@ -75,9 +77,10 @@ def device_of(ray: Any, asked: str | None) -> str:
 def _trained(request: Request, data: Data, device: str, backend: str) -> tuple[Outcome, dict[str, Any]]:
     """What a worker does."""
     torch.set_num_threads(1)  # the CPU it has asked for
+    protocol, method, data = varied(request.variant, PROTOCOLS[request.dataset], METHODS[request.method], data)
     outcome = train(
-        PROTOCOLS[request.dataset],
-        METHODS[request.method],
+        protocol,
+        method,
         data,
         replicas=request.replicas,
         steps=request.steps,

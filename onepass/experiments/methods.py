@@ -6,6 +6,7 @@ The three ``one-pass-*`` with letters behind follow the paper; ``one-pass`` alon
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,10 @@ class Method:
         tunes_by: the data whose loss the hypergradients belong to.
         best_of: of so many starts in a row, keep the one with the lowest validation loss.
         search: what is put around it, if anything is.
+        horizon: exact hypergradients through so many steps, once in so many; at most through all of a training.
+        again: after each hyper step, begin anew from the first weights, as many times as the protocol says.
+        short: on the shorter problem that the protocol knows, unless somebody wants another.
+        replicas: starts, unless somebody wants others; ``None`` for the protocol's.
     """
 
     title: str
@@ -55,6 +60,10 @@ class Method:
     tunes_by: str = "validation"
     best_of: int = 1
     search: Search | None = None
+    horizon: int | None = None
+    again: bool = False
+    short: bool = False
+    replicas: int | None = None
 
     @property
     def label(self) -> str:
@@ -83,6 +92,7 @@ def paper(*tune: str, **options: Any) -> dict[str, Any]:
 THE_PAPER_S = paper("weight_decay", "lr", "momentum")
 ASHA = Search("asha", 114_286)  # as many weight steps as 200 trainings, if each of the seven budgets takes the same
 PBT = Search("pbt", 200)
+WHOLE = sys.maxsize  # a horizon that no training reaches
 
 METHODS: dict[str, Method] = {
     "random": Method("Random", "fixed values, as in random search", {"tune": ()}, trains_on="all"),
@@ -114,6 +124,28 @@ METHODS: dict[str, Method] = {
         "weight decay, lr and momentum by exact derivatives through the last 5 steps",
         paper("weight_decay", "lr", "momentum", unroll=5),
     ),
+    "medium-diff-through-opt": Method(
+        "Medium Diff-through-Opt",
+        "the same through the last 200 steps, every 200 steps",
+        THE_PAPER_S,
+        horizon=200,
+    ),
+    "long-diff-through-opt": Method(
+        "Long Diff-through-Opt",
+        "the same through all steps of a short training, which then begins anew: 30 times, or 50 on Fashion-MNIST",
+        THE_PAPER_S,
+        horizon=WHOLE,
+        again=True,
+        short=True,
+    ),
+    "full-diff-through-opt": Method(
+        "Full Diff-through-Opt",
+        "the same through all steps of a training of the usual length, 30 times; of 36 starts",
+        THE_PAPER_S,
+        horizon=WHOLE,
+        again=True,
+        replicas=36,
+    ),
     "one-pass": Method("one-pass", "everything, with this library's defaults"),
     "one-pass-lookback-5": Method(
         "one-pass (i=5)", "the same by the series alone, without a look through the whole run", {"lookback": 5}
@@ -137,5 +169,6 @@ METHODS: dict[str, Method] = {
     "pbt-one-pass": Method("PBT + one-pass", "the same, tuned with this library's defaults", search=PBT),
 }
 
-ALONE = tuple(name for name, row in METHODS.items() if row.search is None)  # every start for itself
-SEARCHES = tuple(name for name in METHODS if name not in ALONE)
+SEARCHES = tuple(name for name, row in METHODS.items() if row.search is not None)
+FAR_SIGHTED = tuple(name for name, row in METHODS.items() if row.horizon is not None)  # for the study of short horizons
+ALONE = tuple(name for name in METHODS if name not in (*SEARCHES, *FAR_SIGHTED))  # every start for itself

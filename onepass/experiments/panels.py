@@ -40,10 +40,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "one-pass-wd-lr-m": {"color": "#0072B2", "linewidth": 2.2},  # and Diff-through-Opt's on this
     "one-pass-wd-hdlr-m": {"color": "#009E73"},
     "diff-through-opt": {"color": "#000000", "linestyle": "-."},
+    "medium-diff-through-opt": {"color": "#000000", "linewidth": 2.2},
+    "long-diff-through-opt": {"color": "#000000", "linestyle": "--", "linewidth": 2.2},
+    "full-diff-through-opt": {"color": "#000000", "linestyle": ":", "linewidth": 2.2},
     "one-pass": {"color": "#D55E00", "linewidth": 2.6, "zorder": 4},
     "one-pass-lookback-1": {"color": "#D55E00", "linestyle": "--"},
     "one-pass-lookback-5": {"color": "#7A1F00", "linewidth": 2.2, "zorder": 3},
-    "bayesian-optimisation": {"color": "#000000", "linewidth": 2.2},
+    "bayesian-optimisation": {"color": "#332288", "linewidth": 2.2},
     "asha-random": {"color": "#999999", "linestyle": ":", "linewidth": 2.2},  # in the colours of what is inside
     "asha-one-pass-wd-lr-m": {"color": "#0072B2", "linestyle": ":", "linewidth": 2.2},
     "asha-one-pass": {"color": "#D55E00", "linestyle": ":", "linewidth": 2.2},
@@ -51,7 +54,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "pbt-one-pass-wd-lr-m": {"color": "#0072B2", "linestyle": "-."},
     "pbt-one-pass": {"color": "#D55E00", "linestyle": "-."},
 }
-SPARE = ("#882255", "#44AA99", "#332288", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
+SPARE = ("#882255", "#44AA99", "#DDCC77", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
 
 
 class Curve(NamedTuple):

@@ -1,27 +1,21 @@
-"""How the paper trains: which network on which data, from where, for how long; and one such training of many starts."""
+"""How the paper trains: which network on which data, from where, for how long."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.batches import Minibatches
 from onepass.evaluation import LossFunction
 from onepass.experiments.datasets import DATASETS, Data, Dataset
-from onepass.experiments.methods import Method
 from onepass.experiments.models import LanguageModel, mlp
 from onepass.experiments.sources import DataError
 from onepass.experiments.text import next_word, perplexity, windows
-from onepass.population import Population
 from onepass.starts import LogUniform, Uniform
 
 STARTS: dict[str, LogUniform | Uniform] = {
@@ -80,6 +74,8 @@ class Protocol:
         title: likewise.
         others: further metrics of the test set, by name.
         lost_above: a larger final loss counts as diverged.
+        short_steps: of the shorter problem on which hypergradients can look through all steps.
+        trainings: of methods that begin again and again.
         points: how often the metric is looked at on the way.
         saves: how often everything is saved on the way, if it is saved.
         tf32: on a GPU, matrix products of training in TF32, as cuDNN computes an LSTM unless told otherwise.
@@ -100,6 +96,8 @@ class Protocol:
     title: str | None = None
     others: Mapping[str, LossFunction] = field(default_factory=dict)
     lost_above: float = math.inf
+    short_steps: int = 200
+    trainings: int = 30
     points: int = 100
     saves: int = 10
     tf32: bool = False
@@ -122,7 +120,8 @@ def classification(*, batch_norm: bool = False, **options: Any) -> Protocol:
 
 
 def fashion_mnist(**options: Any) -> Protocol:
-    settings = {"steps": 10_000, "replicas": 100, "batches": shuffled(50), "lost_above": 1e3, **options}
+    size = {"steps": 10_000, "replicas": 100, "short_steps": 1000, "trainings": 50}
+    settings = {**size, "batches": shuffled(50), "lost_above": 1e3, **options}
     return classification(data="fashion-mnist", **settings)
 
 
@@ -168,8 +167,8 @@ PROTOCOLS: dict[str, Protocol] = {
         published={"test cross-entropy": "AverageResults_Fashion-MNIST"},
     ),
     "penn-treebank": language(),
-    "digits": classification(steps=1500, replicas=32, batches=shuffled(50)),
-    "diabetes": regression(steps=1000, replicas=32),
+    "digits": classification(steps=1500, replicas=32, batches=shuffled(50), trainings=5),
+    "diabetes": regression(steps=1000, replicas=32, trainings=5),
 }
 
 
@@ -179,125 +178,3 @@ def title_of(name: str) -> str:
 
 def data_of(name: str) -> Dataset:
     return DATASETS[PROTOCOLS[name].data or name]
-
-
-class Outcome(NamedTuple):
-    """What came of all starts. Losses are the protocol's metric, in the target's own units.
-
-    Attributes:
-        test, valid: after the last step, one a start.
-        others: likewise, further metrics of the test set.
-        start, end: name -> one value a start; the median where every weight has its own.
-        curve_steps: weight steps at which the following were looked at.
-        curve_seconds: what training took since the look before; NaN where it was interrupted in between.
-        curve_test: ``(points, starts)``.
-        curve_values: name -> ``(points, starts)``.
-        returns: how often the guard went back.
-        seconds: from making the models to the last loss; of the last part, if the run was resumed.
-    """
-
-    test: Tensor
-    valid: Tensor
-    others: dict[str, Tensor]
-    start: dict[str, Tensor]
-    end: dict[str, Tensor]
-    curve_steps: list[int]
-    curve_seconds: list[float]
-    curve_test: Tensor
-    curve_values: dict[str, Tensor]
-    returns: Tensor
-    seconds: float = 0.0
-
-
-def train(
-    protocol: Protocol,
-    method: Method,
-    data: Data,
-    *,
-    replicas: int,
-    steps: int,
-    seed: int = 0,
-    device: str = "cpu",
-    backend: str = "auto",
-    progress: bool = False,
-    checkpoint: Path | None = None,
-) -> Outcome:
-    """Train all starts of one data set by one method."""
-    began = time.perf_counter()
-    population = Population(
-        lambda: protocol.make_model(data),
-        protocol.loss,
-        replicas=replicas,
-        start=protocol.start,
-        seed=seed,
-        device=device,
-        backend=backend,
-        **protocol.options,
-        **method.options,
-    )
-    training, tuning = _parts(method, data)
-    with in_tf32() if protocol.tf32 else nullcontext():
-        population.run(
-            protocol.batches(training),
-            None if tuning is None else following(protocol.batches(tuning), tuning is training),
-            steps=steps,
-            measure={"test": (protocol.measure or protocol.loss, data.test)},
-            measure_every=max(1, steps // protocol.points),
-            progress=progress,
-            checkpoint=checkpoint,
-            every=-(-steps // protocol.saves),
-        )
-    outcome = _outcome(population, protocol, data)
-    return outcome._replace(seconds=time.perf_counter() - began)
-
-
-@contextmanager
-def in_tf32() -> Iterator[None]:
-    """Matrix products on a GPU with factors of 10 binary digits, at which its matrix units are fast."""
-    kept = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(kept)
-
-
-def _parts(method: Method, data: Data) -> tuple[Any, Any]:
-    """What is trained on, and what is tuned by, if anything is."""
-    everything = tuple(torch.cat(both) for both in zip(data.train, data.valid, strict=True))
-    training = everything if method.trains_on == "all" else data.train
-    tuned = method.options.get("tune") != ()
-    return training, {"validation": data.valid, "training": training}[method.tunes_by] if tuned else None
-
-
-def following(batches: Any, same: bool) -> Any:
-    """To tune by the training data itself: after each step, the batch of the next one. The batch just stepped on would
-    say too much good of the step.
-    """
-    if not same:
-        return batches
-    if isinstance(batches, Minibatches):
-        return Minibatches(batches.data, batches.size, seed=batches.seed, per_replica=batches.per_replica, skip=1)
-    return [*batches[1:], batches[0]]
-
-
-def _outcome(population: Population, protocol: Protocol, data: Data) -> Outcome:
-    history, scale, metric = population.history, data.target_scale**2, protocol.measure or protocol.loss
-    at = torch.searchsorted(torch.tensor(history.steps), torch.tensor(history.measured_steps)).clamp(
-        max=len(history) - 1
-    )
-    test = population.evaluate(metric, data.test).double() * scale
-    lost = test > protocol.lost_above
-    ends = {name: value if value.dim() == 1 else value.median(1).values for name, value in population.values().items()}
-    return Outcome(
-        test=test.masked_fill(lost, math.nan),
-        valid=population.evaluate(metric, data.valid).double() * scale,
-        others={n: population.evaluate(m, data.test).masked_fill(lost, math.nan) for n, m in protocol.others.items()},
-        start=history.start,
-        end=ends,
-        curve_steps=history.measured_steps,
-        curve_seconds=history.measured_seconds,
-        curve_test=history.measured["test"] * scale,
-        curve_values={name: value[at] for name, value in history.values.items()},  # those of the nearest record
-        returns=history.returns,
-    )

@@ -4,6 +4,7 @@ OUT/uci-energy/one-pass/cell.json     what was asked, where and how long it ran,
 OUT/uci-energy/one-pass/curves.npz    test loss and hyperparameters over time
 OUT/uci-energy/.one-pass.4000.pt      a checkpoint, while the cell of so many steps is being computed
 OUT/uci-energy/.asha-random.4000.local/       the same of a search, by its engine
+OUT/sensitivity/T3-i5/uci-energy/...  cells of a study that changes something: each variant is such a folder of its own
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ import torch
 from onepass.experiments.datasets import load
 from onepass.experiments.errors import UsageError
 from onepass.experiments.methods import METHODS
-from onepass.experiments.protocol import PROTOCOLS, Outcome, train
+from onepass.experiments.protocol import PROTOCOLS
 from onepass.experiments.search import Where
 from onepass.experiments.search.cells import searched
 from onepass.experiments.statistics import Array, Summary, best_of, summary
+from onepass.experiments.training import Outcome, train
+from onepass.experiments.variants import USUAL, Variant, varied
 from onepass.version import __version__
 
 
@@ -44,6 +47,7 @@ class Request:
     Attributes:
         split: of the data; ``None`` for the paper's own.
         engine: of a search. What trains every start for itself does the same with each.
+        variant: what a study changes.
     """
 
     dataset: str
@@ -53,6 +57,7 @@ class Request:
     seed: int = 0
     split: int | None = None
     engine: str = "local"
+    variant: Variant = USUAL
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Cell:
         values: final test losses of the starts that count: all, or the best of every few.
         others: further metrics of the same starts.
         seconds: of wall time; of the last part, if ``resumed``.
+        hypergradients: of each start, in raw space, at its last hyper step; none in cells of older versions.
     """
 
     request: Request
@@ -79,6 +85,7 @@ class Cell:
     end: dict[str, list[float]]
     returns: list[int]
     folder: Path
+    hypergradients: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def summary(self) -> Summary:
@@ -122,6 +129,7 @@ class Cell:
             "seed": asked.seed,
             "split": asked.split,
             "engine": asked.engine,
+            **({} if asked.variant == USUAL else {"variant": asdict(asked.variant)}),
             "device": self.device,
             "metric": self.metric,
             **{name: _plain(value) for name, value in found._asdict().items() if name != "starts"},
@@ -146,8 +154,9 @@ def compute(
     done = finished(request, out)
     if done is not None:
         return done
-    protocol, method = PROTOCOLS[request.dataset], METHODS[request.method]
-    data = load(protocol.data or request.dataset, data_dir=data_dir, split=request.split)
+    usual, row = PROTOCOLS[request.dataset], METHODS[request.method]
+    data = load(usual.data or request.dataset, data_dir=data_dir, split=request.split)
+    protocol, method, data = varied(request.variant, usual, row, data)
     with alone(request, out) as checkpoint:
         done = finished(request, out)  # by another process, just now
         if done is not None:
@@ -237,8 +246,8 @@ def finished(request: Request, out: Path) -> Cell | None:
     if not (folder / "cell.json").exists():
         return None
     cell = read(folder)
-    for name, value in asdict(request).items():
-        had = getattr(cell.request, name)
+    for name in asdict(request):
+        had, value = getattr(cell.request, name), getattr(request, name)
         if had != value:
             raise UsageError(
                 f"{folder} holds a run with {name} {had}, but now {name} is {value}; give another --out, or the same "
@@ -250,9 +259,10 @@ def finished(request: Request, out: Path) -> Cell | None:
 def read(folder: Path) -> Cell:
     try:
         saved = json.loads((folder / "cell.json").read_text())
-        request = Request(**saved.pop("request"))
+        asked = saved.pop("request")
+        request = Request(**{**asked, "variant": Variant(**asked.get("variant", {}))})
         lists = {name: _numbers(saved.pop(name)) for name in ("values", "test", "valid", "start", "end")}
-        lists["others"] = _numbers(saved.pop("others", {}))
+        lists |= {name: _numbers(saved.pop(name, {})) for name in ("others", "hypergradients")}
         return Cell(request=request, folder=folder, **lists, **saved)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{folder} holds no readable result ({error}); move it away") from error
@@ -268,7 +278,7 @@ def cells(out: Path) -> Iterator[Cell]:
 
 
 def _folder(request: Request, out: Path) -> Path:
-    return out / request.dataset / request.method
+    return out / request.variant.place / request.dataset / request.method
 
 
 def _described(request: Request, outcome: Outcome) -> dict[str, Any]:
@@ -284,6 +294,7 @@ def _described(request: Request, outcome: Outcome) -> dict[str, Any]:
         "start": {name: value.tolist() for name, value in outcome.start.items()},
         "end": {name: [_plain(x) for x in value.tolist()] for name, value in outcome.end.items()},
         "returns": outcome.returns.tolist(),
+        "hypergradients": {name: [_plain(x) for x in value.tolist()] for name, value in outcome.hypergradients.items()},
     }
 
 

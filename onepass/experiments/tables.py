@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 from onepass.experiments import writing
 from onepass.experiments.methods import METHODS
 from onepass.experiments.protocol import PROTOCOLS, title_of
-from onepass.experiments.published import TABLES_OF_SEARCHES, Published, published
+from onepass.experiments.published import (
+    TABLES_OF_FAR_SIGHTED,
+    TABLES_OF_SEARCHES,
+    TABLES_OF_STUDIES,
+    Published,
+    published,
+)
 from onepass.experiments.runs import Cell, Request
 from onepass.experiments.statistics import Summary, apart, near_best, summary
+from onepass.experiments.variants import USUAL
 from onepass.experiments.writing import Grid, Text
 
 
@@ -58,13 +65,25 @@ def results(cells: Sequence[Cell]) -> list[Table]:
 
 
 def settings(request: Request) -> tuple[Any, ...]:
-    """Only results of the same can be compared. Searches differ in what they try, and say so in each row."""
-    tried = request.replicas if METHODS[request.method].search is None else "as many as each search tries"
-    return tried, request.steps, request.seed, request.split
+    """Only results of the same can be compared. Searches differ in what they try, and say so in each row; a method with
+    a number of starts of its own does so too, and stands beside the usual number of the others.
+    """
+    tried: Any = request.replicas
+    if METHODS[request.method].search is not None:
+        tried = "as many as each search tries"
+    elif _has_its_own_number(request):
+        tried = PROTOCOLS[request.dataset].replicas
+    return tried, request.steps, request.seed, request.split, request.variant
+
+
+def _has_its_own_number(request: Request) -> bool:
+    row = METHODS[request.method]
+    return row.search is not None or row.replicas == request.replicas
 
 
 def note(request: Request, devices: str) -> str:
     split = "" if request.split is None else f", clean split {request.split}"
+    split += f", {request.variant.about}" if request.variant.about else ""
     if METHODS[request.method].search is not None:
         return f"searches (of so many starts, or repetitions x trainings), {request.steps} steps on {devices}{split}"
     return f"{request.replicas} starts x {request.steps} steps on {devices}{split}"
@@ -73,10 +92,10 @@ def note(request: Request, devices: str) -> str:
 def row_label(request: Request) -> str:
     """The method; of a search, also what it tries, and on which engine if not the usual one."""
     row = METHODS[request.method]
-    if row.search is None:
+    if not _has_its_own_number(request):
         return row.label
     count = f"{request.replicas:,}".replace(",", " ")
-    tried = f"{count} x {row.search.trials}" if row.search.trials else count
+    tried = f"{count} x {row.search.trials}" if row.search and row.search.trials else count
     return f"{row.label} ({tried}{', Ray' if request.engine == 'ray' else ''})"
 
 
@@ -84,9 +103,9 @@ def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     protocol = PROTOCOLS[dataset]
     times = protocol.shown_times if metric == protocol.metric else 1
     request = cells[0].request
-    known = [_published(cell.request, metric) for cell in cells]
+    papers = [known(cell.request, metric) for cell in cells]
     summaries = [cell.summary if metric == cell.metric else summary(cell.others[metric]) for cell in cells]
-    columns = {name: _column(summaries, known, name, times) for name in ("mean", "median", "best")}
+    columns = {name: _column(summaries, papers, name, times) for name in ("mean", "median", "best")}
     rows = [
         Row(
             row_label(cell.request),
@@ -104,28 +123,48 @@ def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
     return Table(title, rows, note(request, devices))
 
 
-def _published(request: Request, metric: str) -> Published | None:
-    """Where the same was done in the paper."""
-    protocol, row = PROTOCOLS[request.dataset], METHODS[request.method]
-    if request.steps != protocol.steps or request.split is not None or metric not in protocol.published:
-        return None
-    if row.search is None:
-        return published(protocol.published[metric], request.dataset, row.title)
-    if metric != protocol.metric or request.replicas != row.search.replicas:
-        return None
-    every = (published(table, request.dataset, row.title) for table in TABLES_OF_SEARCHES[row.search.name])
+def known(request: Request, metric: str) -> Published | None:
+    """What the paper prints, where it has the same."""
+    title = METHODS[request.method].title
+    every = (published(table, name, title, metric) for table, name in _where_published(request, metric))
     return next((one for one in every if one is not None), None)
 
 
-def _column(found: list[Summary], known: list[Published | None], name: str, times: int) -> list[Estimate]:
+def _where_published(request: Request, metric: str) -> list[tuple[str, str]]:
+    """Tables of the paper, and what the data set is called there."""
+    protocol, row, dataset = PROTOCOLS[request.dataset], METHODS[request.method], request.dataset
+    if request.split is not None:
+        return []
+    if request.variant != USUAL:
+        return _where_studied(request, metric)
+    if request.steps != protocol.steps or metric not in protocol.published:
+        return []
+    if row.search is None:
+        return [(table, dataset) for table in (protocol.published[metric], *TABLES_OF_FAR_SIGHTED)]
+    if metric != protocol.metric or request.replicas != row.search.replicas:
+        return []
+    return [(table, dataset) for table in TABLES_OF_SEARCHES[row.search.name]]
+
+
+def _where_studied(request: Request, metric: str) -> list[tuple[str, str]]:
+    protocol, (study, _, part) = PROTOCOLS[request.dataset], request.variant.place.partition("/")
+    table = TABLES_OF_STUDIES.get(study, {}).get(metric)
+    usual_steps, name = {
+        "short-horizon": (protocol.short_steps, f"{request.steps} steps"),
+        "validation-size": (protocol.steps, part.replace("-", "/")),
+    }.get(study, (0, ""))
+    return [(table, f"{request.dataset} {name}")] if table and request.steps == usual_steps else []
+
+
+def _column(found: list[Summary], papers: list[Published | None], name: str, times: int) -> list[Estimate]:
     ours = [one._asdict() for one in found]
     values = [times * one[name] for one in ours]
     errors = [times * one.get(f"{name}_se", math.nan) for one in ours]
-    papers = [one._asdict() if one is not None else {} for one in known]
+    printed = [one._asdict() if one is not None else {} for one in papers]
     bold = near_best(values, errors)
     return [
         Estimate(value, se, is_bold, paper.get(name), paper.get(f"{name}_se", math.nan))
-        for value, se, is_bold, paper in zip(values, errors, bold, papers, strict=True)
+        for value, se, is_bold, paper in zip(values, errors, bold, printed, strict=True)
     ]
 
 

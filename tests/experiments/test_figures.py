@@ -218,7 +218,7 @@ def test_one_panel_a_data_set(count: int, tmp_path: Path) -> None:
 def test_one_panel_a_method_that_tunes_the_learning_rate(tmp_path: Path) -> None:
     figure = figure_of("learning-rates", made_many(tmp_path, ["uci-energy"]))
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert titles == [METHODS[name].label for name in ALONE if "lr" in METHODS[name].options.get("tune", ("lr",))]
+    assert titles == [row.label for row in METHODS.values() if row.search is None and row.tunes("lr")]
     assert METHODS["random"].label not in titles and METHODS["lorraine"].label not in titles
 
 
@@ -259,7 +259,7 @@ def test_searches_are_shown_where_they_belong(tmp_path: Path) -> None:
     cells = made_many(tmp_path, ["uci-energy"])
     for name in ("curves", "cdfs"):
         labels = [text.get_text() for text in figure_of(name, cells).legends[0].get_texts()]
-        assert labels == [METHODS[method].label for method in ALONE]
+        assert labels == [row.label for row in METHODS.values() if row.search is None]
     labels = [text.get_text() for text in figure_of("search-curves", cells).legends[0].get_texts()]
     assert labels == [row.label for row in METHODS.values() if row.best_of == 1]
     with pytest.raises(UsageError, match="no finished runs that the figure search-curves could show"):

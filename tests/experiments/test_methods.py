@@ -12,10 +12,11 @@ from torch import nn
 import onepass
 from onepass.experiments.datasets import Data, load
 from onepass.experiments.methods import ALONE, METHODS, Method
-from onepass.experiments.protocol import PROTOCOLS, STARTS, Outcome, data_of, language, squared_error, train
+from onepass.experiments.protocol import PROTOCOLS, STARTS, data_of, language, squared_error
 from onepass.experiments.published import published
 from onepass.experiments.sources import DataError
 from onepass.experiments.text import next_word, windows
+from onepass.experiments.training import Outcome, train
 from tests.experiments import language as words
 
 DATA = load("diabetes")

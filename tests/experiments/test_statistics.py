@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from onepass.experiments.statistics import apart, best_of, near_best, resampled, summary
 
@@ -70,3 +71,31 @@ def test_apart_in_combined_standard_errors() -> None:
 )
 def test_bold_within_the_error_bar_of_the_best(values: list[float], errors: list[float], expected: list[bool]) -> None:
     assert near_best(values, errors) == expected
+
+
+@pytest.mark.parametrize("starts", [2, 11, 60, 200])
+def test_standard_errors_are_those_of_another_bootstrap(starts: int) -> None:
+    """SciPy's, of the same samples, with many more of them: what is left is the noise of a thousand."""
+    values = np.random.default_rng(starts).lognormal(size=starts)
+    found = summary([*values, NAN])
+    for statistic, ours in ((np.mean, found.mean_se), (np.median, found.median_se)):
+        theirs = stats.bootstrap((values,), statistic, n_resamples=9999, method="percentile", rng=0).standard_error
+        assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_the_very_same_samples_give_the_very_same_errors() -> None:
+    """Of SciPy's own resamples: only its divisor differs, by one in their number."""
+    values = np.random.default_rng(1).lognormal(size=40)
+    drawn = resampled(values)
+    for statistic, ours in ((np.mean, summary(values).mean_se), (np.median, summary(values).median_se)):
+        theirs = stats.bootstrap(
+            (values,), statistic, n_resamples=0, bootstrap_result=_Drawn(statistic(drawn, axis=1)), method="percentile"
+        )
+        assert ours == pytest.approx(theirs.standard_error * math.sqrt(1 - 1 / len(drawn)), rel=1e-12)
+
+
+class _Drawn:
+    """What SciPy goes on from, if some samples have been taken before."""
+
+    def __init__(self, distribution: np.ndarray) -> None:
+        self.bootstrap_distribution = distribution

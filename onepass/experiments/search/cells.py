@@ -12,8 +12,9 @@ from torch import Tensor
 
 from onepass.experiments.datasets import Data
 from onepass.experiments.methods import Method
-from onepass.experiments.protocol import Outcome, Protocol, in_tf32
+from onepass.experiments.protocol import Protocol
 from onepass.experiments.search import Found, Plan, Problem, Trial, Where, search
+from onepass.experiments.training import Outcome, in_tf32
 
 
 def searched(
