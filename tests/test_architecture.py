@@ -81,7 +81,7 @@ def test_torch_alone(name: str) -> None:
     assert outside <= {"torch", "onepass", "__future__"} | lazily
 
 
-@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"figures", "panels", "report", "search/ray_hooks"}))
+@pytest.mark.parametrize("name", sorted({*EXPERIMENTS} - {"charts", "figures", "panels", "report", "search/ray_hooks"}))
 def test_training_needs_numpy_alone(name: str) -> None:
     """Where tables and pictures are not wanted, as on a cluster, nothing else has to be installed."""
     tree = ast.parse(EXPERIMENTS[name].read_text())

@@ -47,6 +47,7 @@ class Artefact:
         trial: other data sets that it takes if asked for, to try it out.
         only: method -> the data sets that it is for, if not for all.
         show: prints a table on a terminal.
+        figure: the one of `figures.FIGURES` that it draws, if it is one of them.
     """
 
     about: str
@@ -57,6 +58,7 @@ class Artefact:
     trial: Names = ()
     only: Mapping[str, Names] = field(default_factory=dict)
     show: Callable[[Sequence[Cell]], None] | None = None
+    figure: str | None = None
 
     def takes(self, dataset: str, method: str) -> bool:
         fits = dataset in self.only.get(method, (dataset,)) or dataset in self.trial
@@ -70,7 +72,7 @@ def results(about: str, datasets: Names, every: Names = (), trial: Names = (), m
 
 def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALONE) -> Artefact:
     """One of `figures.FIGURES`."""
-    return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial)
+    return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial, figure=kind)
 
 
 def _show_results(cells: Sequence[Cell]) -> None:
@@ -143,6 +145,7 @@ ARTEFACTS: dict[str, Artefact] = {
         IN_TIME,
         REGRESSION,
         only=dict.fromkeys((*ASHA, *PBT), ENERGY),
+        figure="search-curves",
     ),
     "runtimes": Artefact(
         "what a run costs: distributions of its time, and how it compares with Random's",
@@ -152,5 +155,6 @@ ARTEFACTS: dict[str, Artefact] = {
         runtimes.ONE_START,
         (*REGRESSION, *CLASSIFICATION),
         show=runtimes.show,
+        figure="runtimes",
     ),
 }
