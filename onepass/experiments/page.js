@@ -9,6 +9,7 @@
   const off = new Set(); // methods that are switched off
   const inView = new Set();
   const stale = new Set(); // charts that look differently by now
+  const NOTHING = { type: "scatter", x: [null], y: [null], hoverinfo: "skip" }; // keeps the axes of an empty chart
   const charts = () => document.querySelectorAll(".chart");
 
   // --- drawing ---
@@ -46,7 +47,7 @@
       tickcolor: soft };
     const axes = Object.fromEntries(["xaxis", "yaxis"].map((name) => [name, { ...axis, ...layout[name],
       title: { standoff: 12, ...layout[name]?.title } }]));
-    return { ...layout, ...axes, autosize: true, showlegend: false, hovermode: "closest", uirevision: "kept",
+    return { ...layout, ...axes, autosize: true, showlegend: false, hovermode: "closest", hoverdistance: 40, uirevision: "kept",
       dragmode: touch ? false : "zoom", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       margin: { l: 50, r: 12, t: 10, b: 46, ...layout.margin },
       font: { color: ink, size: 12, family: "system-ui, sans-serif" },
@@ -71,6 +72,7 @@
       const { data, layout } = described(chart);
       const chosen = chart.closest("figure").querySelector("select")?.value;
       const traces = data.filter((trace) => shown(trace, chosen));
+      if (!traces.length) traces.push(NOTHING);
       await library.react(chart, traces, dressed(layout), settings(chart));
       chart.dataset.drawn = traces.length;
     } catch (error) {
