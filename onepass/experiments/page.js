@@ -43,13 +43,13 @@
   function dressed(layout) {
     const style = getComputedStyle(document.documentElement);
     const [ink, soft, line, back] = ["--ink", "--soft", "--line", "--back"].map((name) => style.getPropertyValue(name));
-    const axis = { gridcolor: line, linecolor: soft, zeroline: false, automargin: true, ticks: "outside", ticklen: 3,
-      tickcolor: soft };
-    const axes = Object.fromEntries(["xaxis", "yaxis"].map((name) => [name, { ...axis, ...layout[name],
-      title: { standoff: 12, ...layout[name]?.title } }]));
+    const look = { gridcolor: line, linecolor: soft, tickcolor: soft, zeroline: false, ticks: "outside", ticklen: 3 };
+    const axis = (name, own) => ({ ...look, ...own, ...layout[name], title: { ...own.title, ...layout[name]?.title } });
+    const axes = { xaxis: axis("xaxis", { automargin: false, title: { standoff: 16 } }),
+      yaxis: axis("yaxis", { automargin: true, title: { standoff: 10 } }) };
     return { ...layout, ...axes, autosize: true, showlegend: false, hovermode: "closest", hoverdistance: 40, uirevision: "kept",
       dragmode: touch ? false : "zoom", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 50, r: 12, t: 10, b: 46, ...layout.margin },
+      margin: { l: 50, r: 22, t: 10, b: 52, ...layout.margin },
       font: { color: ink, size: 12, family: "system-ui, sans-serif" },
       hoverlabel: { bgcolor: back, bordercolor: soft, font: { color: ink } },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink } };

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from onepass.cli import main
 from onepass.experiments import live
 from onepass.experiments.errors import UsageError
 from tests.experiments.test_figures import made
@@ -69,6 +70,25 @@ def test_mistakes(server: live.Server, tmp_path: Path) -> None:
         live.serve(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=f"port {server.server_port} cannot be used .*another --port"):
         live.serve(tmp_path, server.server_port)
+
+
+MISTAKES = {
+    "--port 80": "--port is for --live",
+    "--live --port 65536": "must be from 0 to 65535",
+    "--live": "is no folder",
+    "": "holds no finished runs",
+}
+
+
+@pytest.mark.parametrize("options", MISTAKES)
+def test_mistakes_are_told_in_one_line(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["report", str(tmp_path / "nowhere"), *options.split()])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("onepass: ") and told.count("\n") == 1 and MISTAKES[options] in told
 
 
 def test_the_command_ends_with_ctrl_c(tmp_path: Path) -> None:
