@@ -134,9 +134,12 @@ def parser() -> argparse.ArgumentParser:
         commands,
         "report",
         write_report,
-        "An HTML page of all results in a folder; takes seconds, or half a minute for all eight UCI sets.",
+        "An HTML page of all results in a folder, and its pictures as PNG and PDF; takes seconds, or a minute for all "
+        "eight UCI sets. With --live it is served to this machine instead, and follows a reproduction that is running.",
     )
     one.add_argument("out", type=Path, metavar="DIR", help="what was given to --out")
+    one.add_argument("--live", action="store_true", help="serve the page here until Ctrl-C; it follows the folder")
+    one.add_argument("--port", type=_port, default=None, help="of --live (default: a free one)")
     return top
 
 
@@ -245,6 +248,12 @@ def _existing(text: str) -> Path:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) not in range(65536):
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, but got {text!r}")
     return int(text)
 
 
@@ -385,13 +394,24 @@ def search(args: argparse.Namespace) -> None:
 
 
 def write_report(args: argparse.Namespace) -> None:
-    print(_report(args.out))
+    if args.port is not None and not args.live:
+        raise UsageError("--port is for --live, which serves the page; add --live, or leave it out")
+    try:
+        print(_report(args.out)) if not args.live else _serve(args.out, args.port or 0)
+    except ModuleNotFoundError as missing:
+        raise UsageError(f"a report needs {missing.name}: pip install 'onepass[experiments]'") from missing
 
 
 def _report(out: Path) -> Path:
     from onepass.experiments import report  # needs matplotlib
 
     return report.write(out)
+
+
+def _serve(out: Path, port: int) -> None:
+    from onepass.experiments import live
+
+    live.serve(out, port)
 
 
 def _requests(args: argparse.Namespace, name: str) -> list[Request]:

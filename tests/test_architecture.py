@@ -43,7 +43,7 @@ LAYERS = [
     {"__main__"},
 ]
 FOLDER = PACKAGE / "experiments"
-DRAWING = {"figures", "panels", "report", "studies/pictures"}
+DRAWING = {"charts", "figures", "panels", "report", "studies/pictures"}
 EXPERIMENTS = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
 
 

@@ -52,6 +52,7 @@ class Artefact:
         only: method -> the data sets that it is for, if not for all.
         plan: the cells that it needs for one data set and one method.
         show: prints a table on a terminal.
+        figure: the one of `figures.FIGURES` that it draws, if it is one of them.
     """
 
     about: str
@@ -63,6 +64,7 @@ class Artefact:
     only: Mapping[str, Names] = field(default_factory=dict)
     plan: Plan = plans.usual
     show: Callable[[Sequence[Cell]], None] | None = None
+    figure: str | None = None
 
     def takes(self, dataset: str, method: str) -> bool:
         fits = dataset in self.only.get(method, (dataset,)) or dataset in self.trial
@@ -76,7 +78,7 @@ def results(about: str, datasets: Names, every: Names = (), trial: Names = (), m
 
 def figure(kind: str, datasets: Names, every: Names = (), trial: Names = (), methods: Names = ALONE) -> Artefact:
     """One of `figures.FIGURES`."""
-    return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial)
+    return Artefact(ABOUT[kind], _figure_files(kind), datasets, every or datasets, methods, trial, figure=kind)
 
 
 def study(name: str, about: str, plan: Plan, methods: Names, make: Files | None = None, **others: Any) -> Artefact:
@@ -200,6 +202,7 @@ ARTEFACTS: dict[str, Artefact] = {
         IN_TIME,
         REGRESSION,
         only=dict.fromkeys((*ASHA, *PBT), ENERGY),
+        figure="search-curves",
     ),
     "runtimes": Artefact(
         "what a run costs: distributions of its time, and how it compares with Random's",
@@ -209,6 +212,7 @@ ARTEFACTS: dict[str, Artefact] = {
         runtimes.ONE_START,
         (*REGRESSION, *CLASSIFICATION),
         show=runtimes.show,
+        figure="runtimes",
     ),
     "toy": idea("toy", "the method on two losses of one weight and one hyperparameter"),
     "pseudo-loss": idea("pseudo-loss", "the learning rate scales the landscape, and not the step"),

@@ -62,15 +62,21 @@ def figure_of(name: str, cells: Iterable[Cell]) -> Figure:
     """
     if name not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, but got {name!r}")
+    groups = grouped(name, cells)
+    figure = FIGURES[name](groups) if groups else None
+    if figure is None:
+        raise UsageError(f"there are no finished runs that the figure {name} could show")
+    return figure
+
+
+def grouped(name: str, cells: Iterable[Cell]) -> Grouped:
+    """Those that the figure of that name is for."""
     groups: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         if METHODS[cell.request.method].search is not None and name != SEARCHING:
             continue  # they have no curves of single starts
         groups.setdefault(cell.request.dataset, {})[cell.request.method] = cell
-    figure = FIGURES[name](groups) if groups else None
-    if figure is None:
-        raise UsageError(f"there are no finished runs that the figure {name} could show")
-    return figure
+    return groups
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
@@ -113,13 +119,21 @@ def _panel_a_dataset(of: Callable[[Cell], Any], draw: Callable[[Axes, Any, str],
 
 
 def _searches_figure(groups: Grouped) -> Figure | None:
-    """Whatever can be followed over time, where there is a search among it."""
-    found = {
-        dataset: {method: cell for method, cell in cells.items() if METHODS[method].best_of == 1}
+    found = followed(groups)
+    return _panel_a_dataset(incumbent, draw_incumbents, found) if found else None
+
+
+def followed(groups: Grouped) -> Grouped:
+    """Whatever can be followed over time, where there is a search among it. Cells of older versions have no times."""
+    timed = {
+        dataset: {m: cell for m, cell in cells.items() if METHODS[m].best_of == 1 and "seconds" in cell.curves()}
         for dataset, cells in groups.items()
+    }
+    return {
+        dataset: cells
+        for dataset, cells in timed.items()
         if any(METHODS[method].search is not None for method in cells)
     }
-    return _panel_a_dataset(incumbent, draw_incumbents, found) if found else None
 
 
 def _learning_rates_figure(groups: Grouped) -> Figure | None:

@@ -55,6 +55,17 @@ STYLES: dict[str, dict[str, Any]] = {
     "pbt-one-pass": {"color": "#D55E00", "linestyle": "-."},
 }
 SPARE = ("#882255", "#44AA99", "#DDCC77", "#999933", "#661100", "#6699CC", "#AA4466")  # for methods that join later
+# The same where the page is dark: what would hardly be seen there is lighter.
+ON_DARK = {
+    "#000000": "#FFFFFF",
+    "#333333": "#D6D6D6",
+    "#7A1F00": "#F5BC9A",
+    "#0072B2": "#3D9BE0",
+    "#882255": "#D4749F",
+    "#332288": "#9C8FF0",
+    "#661100": "#CF8570",
+    INK: "#E4E8EB",
+}
 
 
 class Curve(NamedTuple):
@@ -100,8 +111,18 @@ class Valley(NamedTuple):
     tuned_losses: Array
 
 
+CURVES: dict[tuple[str, int], Curve] = {}  # a second each for 200 starts; pictures and charts ask for the same
+
+
 def median_curve(cell: Cell) -> Curve:
     """Over the starts that count, leaving out at each step those that are lost by then."""
+    key = str(cell.folder), (cell.folder / "curves.npz").stat().st_mtime_ns
+    if key not in CURVES:
+        CURVES[key] = _median_curve(cell)
+    return CURVES[key]
+
+
+def _median_curve(cell: Cell) -> Curve:
     curves = cell.curves()
     kept = best_of(cell.valid, METHODS[cell.request.method].best_of)
     points = [losses[np.isfinite(losses)] for losses in curves["test"][:, kept] * _times(cell)]

@@ -1,25 +1,33 @@
-"""All results in a folder as one HTML page that needs nothing beside itself: no network, no script, no font."""
+"""All results in a folder as one HTML page that needs nothing beside itself: no network, no file, no font."""
 
 from __future__ import annotations
 
 import base64
-import math
+import gzip
+import hashlib
+import json
 import os
-import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from matplotlib.figure import Figure
+from plotly.offline import get_plotlyjs
 
-from onepass.experiments import figures, tables, writing
+from onepass.experiments import figures, sections, writing
+from onepass.experiments.artefacts import ARTEFACTS
+from onepass.experiments.charts import ON_DARK, Chart, Panel, chart_of
+from onepass.experiments.contents import Contents, contents
+from onepass.experiments.errors import UsageError
 from onepass.experiments.methods import METHODS
-from onepass.experiments.panels import SAMPLE
+from onepass.experiments.panels import SAMPLE, TUNED, style_of
 from onepass.experiments.protocol import title_of
-from onepass.experiments.runs import Cell, UsageError, cells
+from onepass.experiments.runs import Cell
 from onepass.version import __version__
-
-LARGEST_SVG = 1_000_000  # bytes; a PNG where there would be more
 
 ABOUT = "What came of many random starts, trained plainly and tuned while they trained."
 PAPER = (
@@ -32,9 +40,9 @@ CAPTIONS = {
     "demo": (
         "Where the values go",
         "Each large dot is a random start, at its learning rate and its weight decay or momentum; its colour is the "
-        "loss at which plain training ends from there. Dark is good, a cross was lost. Thin lines show where tuning "
-        "took the values, from a small open circle to a filled one in the colour of its own final loss. Good values "
-        "form a narrow valley, and tuning draws the others into it.",
+        "loss at which plain training ends from there; a cross was lost. Thin lines show where tuning took the values, "
+        "from a small open circle to a filled one in the colour of its own final loss. Good values form a narrow "
+        "valley, and tuning draws the others into it.",
     ),
     "curves": (
         "Median test loss over time",
@@ -51,8 +59,8 @@ CAPTIONS = {
     "learning-rates": (
         "Learning rates over time",
         f"Up to {SAMPLE} starts of each method that tunes the learning rate, spread evenly over where they "
-        "begin, in the colour of their final test loss: dark is good, dotted was lost. Where every weight has a "
-        "learning rate of its own, the line is their median.",
+        "begin, in the colour of their final test loss; dotted was lost. Where every weight has a learning rate of "
+        "its own, the line is their median.",
     ),
     "search-curves": (
         "Searches over time",
@@ -71,184 +79,210 @@ CAPTIONS = {
     ),
 }
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2126; --soft: #5b6670; --line: #d9dee3; --back: #fff; --box: #f5f7f9 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8eb; --soft: #9aa5ae; --line: #39424a; --back: #14181b; --box: #1d2328 }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 70rem; color: var(--ink); background: var(--back);
-  font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .3rem }
-h2 { font-size: 1.25rem; margin: 2.5rem 0 .6rem; padding-bottom: .3rem; border-bottom: 1px solid var(--line) }
-p, figcaption { max-width: 46rem }
-.soft, figcaption, caption, footer { color: var(--soft) }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 1rem 0 }
-dt { color: var(--soft) }
-dd { margin: 0 }
-.scroll { overflow-x: auto; margin: 1rem 0 1.5rem; overflow-wrap: normal }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
-caption { text-align: left; padding-bottom: .4rem }
-caption strong { color: var(--ink) }
-th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-th:first-child, .runs :is(:first-child, :nth-child(2), :last-child) { text-align: left }
-thead th { color: var(--soft); font-weight: 600; border-bottom-width: 2px }
-tbody th { font-weight: 500 }
-tbody tr:hover { background: var(--box) }
-figure { margin: 0 }
-figure .scroll { background: #fff; border: 1px solid var(--line); border-radius: .6rem; padding: .8rem }
-figure img { display: block; width: 100%; min-width: 38rem; height: auto }
-figure.narrow img { max-width: 40rem; min-width: 0; margin: 0 auto }
-pre { background: var(--box); border-radius: .4rem; padding: .8rem; overflow-x: auto; font-size: .85rem }
-summary { cursor: pointer }
-footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--line); font-size: .9rem }
-"""
+NOTHING = "holds no finished runs; `onepass run` and `onepass reproduce` put them there with --out"
+# Whatever the page holds, it cannot load anything: browsers keep to this.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {}; "
+    "form-action 'none'; base-uri 'none'"
+)
+
+
+class Picture(NamedTuple):
+    """A figure. ``kept``: its files, seen from the page, if there are any."""
+
+    png: bytes
+    narrow: bool = False
+    kept: Sequence[str] = ()
 
 
 def write(out: Path, target: Path | None = None) -> Path:
-    """The page of all finished cells under ``out``, as ``out/report.html`` unless ``target`` says otherwise."""
-    found = list(cells(out))
-    if not found:
-        raise UsageError(
-            f"{out} holds no finished runs; `onepass run` and `onepass reproduce` put them there with --out"
-        )
-    target = target or out / "report.html"
+    """The page of all finished cells under ``out``, as ``out/report.html`` unless ``target`` says otherwise.
+
+    Beside it every figure as PNG and PDF, in ``figures``. What could not be shown is told on the page and on stderr.
+    """
+    found, target = contents(out), target or out / "report.html"
+    others = studies(out, target.parent)
+    if not found.cells and not others:
+        raise UsageError(" ".join([f"{out} {NOTHING}", *(f"({note})" for note in found.notes[:1])]))
+    for note in found.notes:
+        print(f"onepass: {' '.join(note.split())}", file=sys.stderr)
+    text = page(found, out, {**pictures(found.drawn, target.parent / "figures"), **others})
     beside = target.with_name(f".{target.name}.partial")
-    beside.write_text(page(found, out), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, target)
     return target
 
 
-def page(found: Sequence[Cell], out: Path) -> str:
-    title = f"onepass: {_listed(title_of(cell.request.dataset) for cell in found)}"
-    parts = [
-        f'<header><h1>One-pass tuning: results</h1><p class="soft">{ABOUT}</p></header>',
-        "<main>",
-        _section("What was run", _settings(found)),
-        _section("Results", _results(found)),
-        *_figures(found),
-        _section("Methods", _methods(found)),
-        _section("Runs", _runs(found) + _commands(found, out)),
-        "</main>",
-        f"<footer>Written by onepass {escape(__version__)}. The paper: {PAPER}.</footer>",
-    ]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
-    )
-    body = "\n".join(parts)
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def _section(heading: str, inside: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>\n{inside}</section>"
-
-
-def _settings(found: Sequence[Cell]) -> str:
-    """Where runs differ, all that occur."""
-    versions = (f"{name} {version}" for cell in found for name, version in cell.versions.items())
-    splits = ("default" if cell.request.split is None else f"number {cell.request.split}" for cell in found)
-    resumed = sum(cell.resumed for cell in found)
-    partly = (
-        f"; {resumed} of them (* below) went on after an interruption, and only the last part is counted"
-        if resumed
-        else ""
-    )
-    lines = {
-        "Data sets": _listed(title_of(cell.request.dataset) for cell in found),
-        "Methods": _listed(METHODS[cell.request.method].label for cell in found),
-        "Random starts": _listed(str(cell.request.replicas) for cell in found),
-        "Weight steps": _listed(str(cell.request.steps) for cell in found),
-        "Split of the data": _listed(splits),
-        "Seed": _listed(str(cell.request.seed) for cell in found),
-        "Device": _listed(cell.device for cell in found),
-        "Versions": _listed(versions),
-        "Time": f"{duration(sum(cell.seconds for cell in found))} for {len(found)} runs{partly}",
-    }
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in lines.items()) + "</dl>"
-
-
-def _results(found: Sequence[Cell]) -> str:
-    every = tables.results(found)
-    written = (f'<div class="scroll">{writing.to_html(tables.grid(table))}</div>' for table in every)
-    return "".join(written) + f'<p class="soft">{escape(tables.legend(every))}</p>'
-
-
-def _figures(found: Sequence[Cell]) -> Iterable[str]:
-    for name, (heading, about) in CAPTIONS.items():
+def pictures(cells: Sequence[Cell], folder: Path) -> dict[str, Picture]:
+    """Every figure of `figures.FIGURES` that has something to show, as files in that folder."""
+    made = {}
+    for name in figures.FIGURES:
         try:
-            figure = figures.figure_of(name, found)
+            figure = figures.figure_of(name, cells)
         except UsageError:  # nothing here that it could show
             continue
-        narrow = ' class="narrow"' if figure.get_figwidth() <= 6 else ""
-        alt = f"{heading}: {_listed(title_of(cell.request.dataset) for cell in found)}"
-        image = f'<img src="{_data_uri(figure)}" alt="{escape(alt)}">'
-        inside = f'<div class="scroll">{image}</div>\n<figcaption>{escape(about)}</figcaption>'
-        yield _section(heading, f"<figure{narrow}>{inside}</figure>")
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = figures.save(figure, folder / name)
+        relative = [f"{folder.name}/{path.name}" for path in kept]
+        made[name] = Picture(kept[0].read_bytes(), figure.get_figwidth() <= 6, relative)
+    return made
 
 
-def _data_uri(figure: Figure) -> str:
-    """As an image of its own: SVGs inside the page would share their ids."""
-    kind, content = "svg+xml", figures.rendered(figure, "svg")
-    if len(content) > LARGEST_SVG:
-        kind, content = "png", figures.rendered(figure, "png")
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+def studies(out: Path, beside: Path | None = None) -> dict[str, Picture]:
+    """What artefacts that are not of `figures.FIGURES` have left in the folder, with links from a page ``beside``."""
+    found = {}
+    for name, artefact in ARTEFACTS.items():
+        png = out / f"{name}.png"
+        if artefact.figure not in figures.FIGURES and png.is_file():
+            kept = [] if beside is None else [path for path in (png, png.with_suffix(".pdf")) if path.is_file()]
+            found[name] = Picture(png.read_bytes(), kept=[os.path.relpath(path, beside) for path in kept])
+    return found
 
 
-def _methods(found: Sequence[Cell]) -> str:
-    used = [METHODS[name] for name in METHODS if any(cell.request.method == name for cell in found)]
-    return "<dl>" + "".join(f"<dt>{escape(row.label)}</dt><dd>{escape(row.about)}</dd>" for row in used) + "</dl>"
-
-
-def _runs(found: Sequence[Cell]) -> str:
-    head = ["data set", "method", "starts", "steps", "diverged", "guard went back", "seconds", "device"]
-    rows = [
-        [
-            title_of(cell.request.dataset),
-            METHODS[cell.request.method].label,
-            str(cell.request.replicas),
-            str(cell.request.steps),
-            str(sum(math.isnan(loss) for loss in cell.test)),
-            str(sum(cell.returns)),
-            f"{cell.seconds:.1f}" + ("*" if cell.resumed else ""),
-            cell.device,
-        ]
-        for cell in found
-    ]
-    body = "\n".join(_row("td", row) for row in rows)
-    table = f'<table class="runs"><thead>{_row("th", head)}</thead>\n<tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
-
-
-def _row(tag: str, fields: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in fields) + "</tr>"
-
-
-def _commands(found: Sequence[Cell], out: Path) -> str:
-    lines = "\n".join(escape(command(cell, out)) for cell in found)
-    about = "The commands that compute these runs. On another device or with other versions, numbers differ a little."
-    return f"<details><summary>Commands</summary><p>{about}</p><pre>{lines}</pre></details>"
-
-
-def command(cell: Cell, out: Path) -> str:
-    asked = cell.request
-    split = "" if asked.split is None else f" --split {asked.split}"
-    return (
-        f"onepass run {asked.dataset} {asked.method} --replicas {asked.replicas} --steps {asked.steps} "
-        f"--seed {asked.seed}{split} --out {shlex.quote(str(out))}"
+def page(found: Contents, out: Path, drawn: Mapping[str, Picture], live: int | None = None) -> str:
+    """``live`` is the version of what is shown, if the page is to ask for later ones."""
+    title = f"onepass: {sections.listed(title_of(cell.request.dataset) for cell in found.cells) or out.name}"
+    policy = POLICY.format("'none'" if live is None else "'self'")
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_own('page.css')}{keys()}</style>"
     )
+    status = "" if live is None else '<p id="live" class="soft" role="status"></p>'
+    body = [
+        f'<header><h1>One-pass tuning: results</h1><p class="soft">{ABOUT}</p>{status}</header>',
+        f"<main>{main(found, out, drawn)}</main>",
+        f"<footer>Written by onepass {escape(__version__)}. The paper: {PAPER}.</footer>",
+        _data({"onDark": ON_DARK, "live": live}, ' id="page"'),
+        f'<script type="text/plain" id="plotly">{_plotly()}</script>',
+        f"<script>{_own('page.js')}</script>",
+    ]
+    inside = "\n".join(body)
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{inside}\n</body>\n</html>\n'
 
 
-def _listed(texts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(texts))
+def main(found: Contents, out: Path, drawn: Mapping[str, Picture]) -> str:
+    """What changes as results come in, in parts."""
+    cells, section = found.cells, sections.section
+    figured = dict(_figures(found, out, drawn))
+    parts = {"notes": sections.notes(found.notes), "unfinished": sections.unfinished(found.unfinished)}
+    if cells:
+        parts["settings"] = section("What was run", sections.settings(cells))
+        parts["results"] = section("Results", sections.results(cells))
+        parts["chips"] = sections.chips(cells)
+    parts |= {name: section(_caption(name)[0], inside) for name, inside in figured.items()}
+    if cells:
+        parts["methods"] = section("Methods", sections.methods(cells))
+        parts["runs"] = section("Runs", sections.runs(cells) + sections.commands(cells, out))
+    if len(parts) == 2:
+        parts["empty"] = f"<p>{escape(str(out))} holds no finished runs so far.</p>"
+    headings = {"results": "Results", **{name: _caption(name)[0] for name in figured}, "runs": "Runs"}
+    parts = {"contents": sections.contents({name: text for name, text in headings.items() if name in parts}), **parts}
+    return "\n".join(_part(name, inside) for name, inside in parts.items() if inside)
 
 
-def duration(seconds: float) -> str:
-    """
-    >>> duration(12.34), duration(75), duration(7384)
-    ('12.3 s', '1 min 15 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+def _part(name: str, inside: str) -> str:
+    """Its print tells a page that follows whether it has changed."""
+    mark = hashlib.sha256(inside.encode()).hexdigest()[:12]
+    return f'<section id="{name}" data-part="{name}" data-print="{mark}">{inside}</section>'
+
+
+def _caption(name: str) -> tuple[str, str]:
+    about = ARTEFACTS[name].about if name in ARTEFACTS else name
+    return CAPTIONS.get(name) or (about[:1].upper() + about[1:], "")
+
+
+def _figures(found: Contents, out: Path, drawn: Mapping[str, Picture]) -> Iterator[tuple[str, str]]:
+    """A chart where there is one, with its picture for browsers without scripts; else the picture."""
+    for name in dict.fromkeys([*CAPTIONS, *figures.FIGURES, *drawn]):
+        chart, picture = chart_of(name, found.drawn), drawn.get(name)
+        if chart is None and picture is None:
+            continue
+        alt = f"{_caption(name)[0]}: {sections.listed(title_of(cell.request.dataset) for cell in found.cells)}"
+        image = _image(picture, alt) if picture is not None else ""
+        inside = image if chart is None else _chart(name, chart) + f"<noscript>{image}</noscript>"
+        table = "" if name in figures.FIGURES else _table(out / f"{name}.md")
+        narrow = ' class="narrow"' if picture is not None and picture.narrow else ""
+        yield name, f"<figure{narrow}>{inside}<figcaption>{_legend(name, picture)}</figcaption></figure>{table}"
+
+
+def _legend(name: str, picture: Picture | None) -> str:
+    about = escape(_caption(name)[1])
+    if picture is None or not picture.kept:
+        return about
+    links = (f'<a href="{escape(quote(file))}">{Path(file).suffix[1:].upper()}</a>' for file in picture.kept)
+    return f"{about} For a paper: {', '.join(links)}."
+
+
+def _image(picture: Picture, alt: str) -> str:
+    address = f"data:image/png;base64,{base64.b64encode(picture.png).decode()}"
+    return f'<div class="scroll picture"><img src="{address}" alt="{escape(alt)}"></div>'
+
+
+def _table(file: Path) -> str:
+    """What an artefact has left beside its picture."""
+    return sections.grids(writing.from_markdown(file.read_text(encoding="utf-8"))) if file.is_file() else ""
+
+
+def _chart(name: str, chart: Chart) -> str:
+    height = "" if chart.height is None else f' style="--height: {chart.height}px"'
+    kind = "panels wide" if chart.wide else "panels"
+    every = "".join(_panel(f"{name}-{place}", panel) for place, panel in enumerate(chart.panels))
+    return f'{_choice(chart.choices)}<div class="{kind}"{height}>{every}</div>'
+
+
+def _choice(methods: Sequence[str]) -> str:
+    if not methods:
+        return ""
+    options = (
+        f'<option value="{name}"{" selected" if name == TUNED else ""}>{escape(METHODS[name].label)}</option>'
+        for name in methods
+    )
+    return f'<p class="choose"><label>Method: <select>{"".join(options)}</select></label></p>'
+
+
+def _panel(name: str, panel: Panel) -> str:
+    title = escape(panel.title)
+    grow = f'<button type="button" class="grow" aria-expanded="false" aria-label="{title}: larger">&#x2922;</button>'
+    chart = f'<div class="chart" id="chart-{name}" role="figure" aria-label="{title}"></div>'
+    spec = _data({"data": panel.data, "layout": panel.layout})
+    return f'<div class="panel"><div class="title"><h3>{title}</h3>{grow}</div>{chart}{spec}</div>'
+
+
+def _data(value: Any, attributes: str = "") -> str:
+    """``<`` cannot end the script from inside."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json"{attributes}>{text}</script>'
+
+
+def _own(name: str) -> str:
+    return (files("onepass.experiments") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    """Its whole script, packed: to two fifths of its size."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+def keys() -> str:
+    """The look of each method in CSS: its colour, on white and on dark, and its dashes."""
+
+    def rule(method: str, colour: str) -> str:
+        parts = DASHED[style_of(method).get("linestyle", "-")]
+        stops = ", ".join(f"{colour if drawn else 'transparent'} {begin}px {end}px" for drawn, begin, end in parts)
+        return f".key-{method} {{ --stroke: repeating-linear-gradient(90deg, {stops}) }}"
+
+    colours = {method: style_of(method)["color"] for method in METHODS}
+    light = "\n".join(rule(method, colour) for method, colour in colours.items())
+    dark = "\n".join(rule(method, ON_DARK[colour]) for method, colour in colours.items() if colour in ON_DARK)
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
+
+
+# Line style -> whether it is drawn from one pixel to another; then it begins anew.
+DASHED: dict[str, list[tuple[bool, int, int]]] = {
+    "-": [(True, 0, 12)],
+    "--": [(True, 0, 7), (False, 7, 10)],
+    ":": [(True, 0, 3), (False, 3, 6)],
+    "-.": [(True, 0, 7), (False, 7, 9), (True, 9, 11), (False, 11, 13)],
+}

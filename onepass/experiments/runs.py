@@ -264,7 +264,7 @@ def read(folder: Path) -> Cell:
         lists = {name: _numbers(saved.pop(name)) for name in ("values", "test", "valid", "start", "end")}
         lists |= {name: _numbers(saved.pop(name, {})) for name in ("others", "hypergradients")}
         return Cell(request=request, folder=folder, **lists, **saved)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{folder} holds no readable result ({error}); move it away") from error
 
 

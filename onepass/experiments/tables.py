@@ -44,6 +44,7 @@ class Row(NamedTuple):
     best: Estimate
     diverged: str
     seconds: float
+    method: str
 
 
 class Table(NamedTuple):
@@ -114,6 +115,7 @@ def _table(dataset: str, metric: str, cells: list[Cell]) -> Table:
             columns["best"][i],
             f"{found.diverged} of {found.starts}",
             cell.seconds,
+            cell.request.method,
         )
         for i, (cell, found) in enumerate(zip(cells, summaries, strict=True))
     ]
@@ -200,7 +202,7 @@ def _paper(estimate: Estimate) -> str:
 def grid(table: Table) -> Grid:
     """All there is. The paper's columns are left out where the paper has no such table."""
     beside = compared(table)
-    head, body = ["method"], [[Text(row.label)] for row in table.rows]
+    head, body = ["method"], [[Text(row.label, look=f"key-{row.method}")] for row in table.rows]
     for name in ("mean", "median", "best"):
         estimates: list[Estimate] = [getattr(row, name) for row in table.rows]
         head.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,15 @@ NARROW = 76  # columns of a terminal
 
 
 class Text(NamedTuple):
-    """One field. ``under``: what stands below it on a terminal, and in brackets where there is no room for that."""
+    """One field. ``under``: what stands below it on a terminal, and in brackets where there is no room for that.
+
+    ``look``: its class on a page.
+    """
 
     text: str
     bold: bool = False
     under: str | None = None
+    look: str | None = None
 
 
 class Grid(NamedTuple):
@@ -33,6 +38,24 @@ def to_markdown(grid: Grid) -> str:
     lines += [list(map(written, row)) for row in grid.body]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"**{grid.title}** ({grid.note})\n\n{rows}\n"
+
+
+def from_markdown(text: str) -> list[Grid]:
+    """Tables that ``to_markdown`` wrote; what else there is in the text is left out.
+
+    >>> grid = Grid("UCI Energy", "of two", ["method", "mean"], [[Text("Random"), Text("0.5", bold=True)]])
+    >>> from_markdown(to_markdown(grid)) == [grid]
+    True
+    """
+    found = []
+    for title, note, table in re.findall(r"^\*\*(.*)\*\* \((.*)\)\n\n((?:\|.*\|\n)+)", text, re.MULTILINE):
+        head, _, *body = ([field.strip() for field in line[1:-1].split("|")] for line in table.splitlines())
+        found.append(Grid(title, note, head, [list(map(_from_markdown, row)) for row in body]))
+    return found
+
+
+def _from_markdown(field: str) -> Text:
+    return Text(field.removeprefix("**").removesuffix("**"), bold=field.startswith("**"))
 
 
 def to_latex(grid: Grid) -> str:
@@ -56,7 +79,8 @@ def to_latex(grid: Grid) -> str:
 def to_html(grid: Grid) -> str:
     def field(tag: str, text: Text) -> str:
         inside = html.escape(text.text)
-        return f"<{tag}>{f'<b>{inside}</b>' if text.bold else inside}</{tag}>"
+        look = "" if text.look is None else f' class="{text.look}"'
+        return f"<{tag}{look}>{f'<b>{inside}</b>' if text.bold else inside}</{tag}>"
 
     rows = ["".join(field("th", Text(name)) for name in grid.head)]
     rows += [field("th", row[0]) + "".join(field("td", text) for text in row[1:]) for row in grid.body]
