@@ -120,6 +120,15 @@ def test_population_based_training(tmp_path: Path) -> None:
     assert all(trial.end["lr"] != trial.start["lr"] for trial in found.trials)
 
 
+def test_a_mutation_can_be_trained(tmp_path: Path) -> None:
+    """However far Ray has gone."""
+    ranges: dict[str, LogUniform | Uniform] = {"lr": LogUniform(1e-5, 1e-1), "momentum": Uniform(0.0, 1.0)}
+    start = on_ray._inside(ranges, {"lr": 9.0, "momentum": 1.1})
+    problem = replace(linear(interval=1), space=dict(ranges))
+    trial = population_of(problem, Plan("pbt", 4, 100), Where(tmp_path), {"number": 0, "start": start})
+    assert float(trial.values()["momentum"]) == pytest.approx(1.0, abs=1e-5)
+
+
 def test_a_mutation_multiplies_what_tuning_has_reached(tmp_path: Path) -> None:
     problem, config = linear(interval=1), {"number": 0, "start": {"lr": 1e-3, "momentum": 0.5}}
     donor = population_of(problem, Plan("pbt", 4, 100), Where(tmp_path), config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.experiments.search.bayesian import bayesian
 from onepass.experiments.search.memory import Memory
-from onepass.experiments.search.problem import Found, Plan, Problem, Where
+from onepass.experiments.search.problem import Found, Plan, Problem, Where, inside
 from onepass.experiments.search.replicas import keep_best_of, ranked, trials_of
 from onepass.population import Population
 from onepass.progress import Progress
@@ -108,7 +108,7 @@ def mutated(value: float, draw: LogUniform | Uniform, generator: torch.Generator
     if float(torch.rand((), generator=generator)) < RESAMPLED:
         return draw.sample(generator)
     factor = FACTORS[int(torch.randint(len(FACTORS), (), generator=generator))]
-    return min(max(value * factor, draw.low), draw.high)
+    return inside(value * factor, draw)
 
 
 # --- what they share ---

@@ -27,6 +27,7 @@ from onepass.experiments.search.problem import (
     Trial,
     Where,
     configuration,
+    inside,
     keep_if_best,
 )
 from onepass.experiments.search.ray_trial import load, population_of, train
@@ -137,7 +138,7 @@ def _domain(tune: Any, draw: LogUniform | Uniform) -> Any:
 
 def _inside(ranges: Mapping[str, LogUniform | Uniform], start: Mapping[str, float]) -> dict[str, float]:
     """Mutations stay in the ranges that are searched."""
-    return {name: min(max(start[name], draw.low), draw.high) for name, draw in ranges.items()}
+    return {name: inside(start[name], draw) for name, draw in ranges.items()}
 
 
 # --- the search, where it was asked for ---

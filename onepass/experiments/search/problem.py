@@ -18,6 +18,18 @@ from onepass.starts import LogUniform, Uniform
 
 Space = Mapping[str, LogUniform | Uniform | float]
 
+OPEN = 1e-6  # an even range ends this share of itself before its bounds: a momentum of 1 cannot be tuned
+
+
+def inside(value: float, draw: LogUniform | Uniform) -> float:
+    """The nearest value that could have been drawn.
+
+    >>> inside(1.2, Uniform(0.0, 1.0)), inside(1.2, LogUniform(1e-6, 1e-1))
+    (0.999999, 0.1)
+    """
+    margin = OPEN * (draw.high - draw.low) if isinstance(draw, Uniform) else 0.0
+    return min(max(value, draw.low + margin), draw.high - margin)
+
 
 @dataclass(frozen=True)
 class Problem:
