@@ -6,8 +6,9 @@ Whatever follows, the guard's verdict included, is then the same on every rank, 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class Ranks:
 
     def _gathered(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.size
-        with _saying_who_is_missing():
+        # Objects travel through the current GPU, which need not be the model's.
+        gpu = self._device if self._device is not None and self._device.type == "cuda" else None
+        with _saying_who_is_missing(), torch.cuda.device(gpu) if gpu else nullcontext():
             distributed.all_gather_object(everyone, mine, group=self._group)
         return everyone
 
@@ -110,6 +113,13 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
             model = original
         else:
             break
+    _refuse_parts(model)
+    if group is None and distributed.is_available() and distributed.is_initialized() and _has_a_wrapper(model):
+        raise ValueError("model must be the DistributedDataParallel itself, but got the module inside of it")
+    return model, group
+
+
+def _refuse_parts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
@@ -120,7 +130,13 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
             raise ValueError(
                 "model must be sharded by fully_shard, but it is by FullyShardedDataParallel, its forerunner"
             )
-    return model, group
+
+
+def _has_a_wrapper(model: nn.Module) -> bool:
+    """A module does not know what wraps it, hence the search among live objects."""
+    return any(
+        issubclass(type(thing), DistributedDataParallel) and unwrapped(thing)[0] is model for thing in gc.get_objects()
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

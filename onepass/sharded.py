@@ -78,7 +78,8 @@ class ShardedEvaluation(Evaluation):
 
     def relative_size(self, direction: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
         """``curvature.relative_size`` of tensors of which every rank has a part."""
-        squares = [tensor.double().square().sum() for tensor in (*direction, *weights)]
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in (*direction, *weights)]
+        squares = [norm.square() for norm in norms]
         counts = [torch.full_like(squares[0], tensor.numel()) for tensor in weights]
         v, w, n = torch.stack(self.ranks.total([*squares, *counts])).view(3, -1).sqrt()
         return float(torch.linalg.vector_norm(v / (w + 0.01 * n)))

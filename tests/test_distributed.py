@@ -271,6 +271,11 @@ def wrapped_in_part() -> None:
     tuner_of(nn.Sequential(replicated(mlp(3, 8)), mlp(8, 1)))
 
 
+def without_its_wrapper() -> None:
+    model = replicated(mlp(3, 8, 1))
+    tuner_of(getattr(model, "module", model))
+
+
 BAD: list[tuple[Callable[[], None], str]] = [
     (without_validation_data, r"valid must yield at least one batch"),
     (at_other_intervals, r"interval must be the same on all ranks, but got 10 on rank 0 and 9 on rank 1"),
@@ -279,6 +284,7 @@ BAD: list[tuple[Callable[[], None], str]] = [
     (with_a_value_changed_since, r"lr of param group 0 must be the same on all ranks, but got 0\.1 .* and 0\.2"),
     (with_validation_data_that_ends, r"used up only once"),
     (wrapped_in_part, r"must be wrapped in DistributedDataParallel as a whole, but only its part '0' is"),
+    (without_its_wrapper, r"must be the DistributedDataParallel itself, but got the module inside"),
 ]
 
 
