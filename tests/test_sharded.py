@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -115,6 +116,23 @@ def warned(**settings: Any) -> list[str]:
     return [str(one.message) for one in told if issubclass(one.category, UserWarning)]
 
 
+def train_resumed(saved_at: int) -> str:
+    """Every rank goes on from its own state; the whole history, to be compared bit for bit."""
+    parts: list[Any] = []
+    for begin, end in ((0, saved_at), (saved_at, 8)):
+        states = [copy.deepcopy(p.state_dict()) for p in parts]
+        model = sharded(mlp(3, 8, 5, 1))
+        optimizer = sgd(model)
+        tuner = onepass.Tuner(model, optimizer, mse, validation(torch.float64), interval=2)
+        parts = [model, optimizer, tuner]
+        for thing, state in zip(parts, states, strict=False):
+            thing.load_state_dict(state)
+        for step in range(begin, end):
+            train_step(model, optimizer, part(regression(seed=10 + step)))
+            tuner.step(part(regression(seed=10 + step)))
+    return repr(tuner.history.to_dict())
+
+
 def size_of_a_direction() -> float:
     """By parts of the weights, beside the same by all of them."""
     model, other = mlp(3, 8, 5, 1), mlp(3, 8, 5, 1, seed=1)
@@ -158,6 +176,7 @@ def many_things() -> dict[str, Any]:
         "trace": leave_a_trace(),
         "extra": train_with_a_hyperparameter_inside_the_loss(),
         "warned": [warned(), warned(lookback=1)],
+        "resumed": [train_resumed(saved_at) for saved_at in (0, 4)],
         "size": size_of_a_direction(),
         "refusals": refusals,
     }
@@ -166,6 +185,7 @@ def many_things() -> dict[str, Any]:
 def test_what_else_goes_with_a_sharded_model() -> None:
     found, _ = on_ranks(many_things)
     assert found["trace"] == []
+    assert found["resumed"][0] == found["resumed"][1]
     assert largest_difference(found["extra"], train_with_a_hyperparameter_inside_the_loss()) < 1e-8
     assert [len(told) for told in found["warned"]] == [1, 0]
     assert "a sharded model has no second derivatives" in found["warned"][0][0]
