@@ -116,17 +116,17 @@ class Estimator:
             self._rule_checked = True
             _check_rule(pieces, snapshot)
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
-        old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
-        names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
-        self._refuse_early_clipping(batch, snapshot, names, old)
+        self._refuse_early_clipping(batch, snapshot)
         if self._lookback == 1 and not inside and self.past is None:
             return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
+        old = _weights_before(snapshot)
+        names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
         if self._asked == "auto" and twice and trains_by_cudnn(self._evaluation.model):
             raise NoSecondDerivative("cuDNN's recurrent networks")
         if self.past is not None:
             self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
         with self._evaluation.training(batch, names, twice=twice) as loss:
-            products = loss.products(self.curvature, [w.detach().requires_grad_() for w in old], inside)
+            products = loss.products(self.curvature, old, inside)
             through_clipping = self._clipping(snapshot, lambda: snapshot.join(products.gradient))
 
             def to_loss(cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -159,14 +159,13 @@ class Estimator:
                 state[number] = torch.tensor(joined.scalars[number], dtype=torch.float64)
         return Piece(self._rule.update, values, joined.weights, snapshot.gradients[index], state, tuple(tuned))
 
-    def _refuse_early_clipping(
-        self, batch: Any, snapshot: Snapshot, names: Sequence[str], weights: Sequence[Tensor]
-    ) -> None:
+    def _refuse_early_clipping(self, batch: Any, snapshot: Snapshot) -> None:
         seen = self._norm(snapshot.gradients) if snapshot.loss_scale >= LARGE_SCALE else math.inf
         if not suspiciously_short(seen, snapshot.loss_scale):
             return
+        names = self._evaluation.names_of(snapshot.parameters)
         with self._evaluation.training(batch, names, twice=False) as loss:
-            whole = self._norm(loss.gradient([w.detach().requires_grad_() for w in weights]))
+            whole = self._norm(loss.gradient(_weights_before(snapshot)))
         if seen < 0.05 * whole:
             raise ValueError(
                 f"gradients must be unscaled before they are clipped, but the step saw a norm of {seen:.2g} where the "
@@ -251,6 +250,12 @@ def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
 
 def _of_group(used: Sequence[Used], group: int) -> list[Used]:
     return [entry for entry in used if entry.group == group]
+
+
+def _weights_before(snapshot: Snapshot) -> list[Tensor]:
+    """Those that the step was taken at, one a parameter, to be differentiated by."""
+    weights = snapshot.split([piece.weights for piece in snapshot.pieces])
+    return [weight.detach().requires_grad_() for weight in _in_dtype_of(snapshot.parameters, weights)]
 
 
 def _in_dtype_of(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> list[Tensor]:
