@@ -115,19 +115,25 @@ def gauss_newton(loss: LossApart, weights: Tensors, extra: Tensors = ()) -> Prod
 
 
 def finite_difference(
-    loss: Loss, weights: Tensors, extra: Tensors = (), *, size: Callable[[Tensors, Tensors], Any] | None = None
+    loss: Loss,
+    weights: Tensors,
+    extra: Tensors = (),
+    *,
+    size: Callable[[Tensors, Tensors], Any] | None = None,
+    gradient: Callable[[Tensors], list[Tensor]] | None = None,
 ) -> Products:
     """Difference of the gradients at ``w + εv`` and ``w``, with ``ε = 3 √(machine epsilon) / size(v, w)``.
 
     Exact to about 3 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate). Not in
     TF32, whatever is set for training.
 
-    ``size``: of such tensors beside the weights; by default ``relative_size``.
+    ``size``: of such tensors beside the weights; by default ``relative_size``. ``gradient``: of the loss at other
+    weights, by them and by ``extra``; by default, as autograd finds it.
     """
-    wanted, size = [*weights, *extra], size or relative_size
+    size, gradient = size or relative_size, gradient or (lambda at: _grad(loss(at), [*at, *extra]))
     with full_precision():
-        here = _grad(loss(weights), wanted)
-    step = 3 * max(torch.finfo(w.dtype).eps for w in weights) ** 0.5
+        here = gradient(weights)
+    step = 3 * max(torch.finfo(w.dtype).eps for w in (*weights, *extra)) ** 0.5
 
     @torch.enable_grad()
     @full_precision()
@@ -135,7 +141,7 @@ def finite_difference(
         far = size(v, weights)
         epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing
         moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
-        there = _grad(loss(moved), [*moved, *extra])
+        there = gradient(moved)
         for i, a in enumerate(here):  # in their list, so that the gradient makes room for the product
             there[i] = (there[i] - a) * (far / step)
         return there
@@ -200,6 +206,13 @@ def _precision_switches() -> list[tuple[Any, str, Any]]:
         recent = (cuda, *(getattr(cudnn, kind) for kind in ("conv", "rnn")))
         return [(owner, "fp32_precision", "ieee") for owner in recent]
     return old
+
+
+def linearly(change: Callable[[Tensors], list[Tensor]], products: Products) -> Products:
+    """The products of a loss that is made of this one by something linear, such as its mean over processes."""
+    return Products(
+        change(products.gradient), lambda v: change(products.hessian(v)), lambda v: change(products.mixed(v))
+    )
 
 
 CURVATURES: dict[str, Callable[..., Products]] = {
@@ -267,7 +280,7 @@ def _naming_first_order_kernels() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # The last is torch's way to fail on the forward mode of some losses, mse_loss among them.
-        signs = ("is not implemented", "not support double backward", "differentiate twice", "ZeroTensors")
+        signs = ("is not implemented", "support double backward", "differentiate twice", "ZeroTensors")
         if isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs):
             raise NoSecondDerivative(str(error).splitlines()[0]) from error
         raise

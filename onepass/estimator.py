@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
 from onepass.linearise import Piece
 from onepass.rules import Rule
+from onepass.scaling import LARGE_SCALE, suspiciously_short
+from onepass.sharded import curvature_for_shards
 from onepass.snapshot import Snapshot, drained
 from onepass.whole_run import WholeRun
 
@@ -52,10 +55,19 @@ class Estimator:
             raise ValueError(f"curvature must be 'auto' or one of {sorted(CURVATURES)}, but got {curvature!r}")
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {sorted(ESTIMATORS)}, but got {estimator!r}")
-        self.past = WholeRun(through_state=through_state) if estimator == "whole-run" else None
+        self.settings = {
+            "estimator": estimator,
+            "lookback": lookback,
+            "through_state": through_state,
+            "curvature": curvature,
+        }
+        self._ranks = evaluation.ranks
+        self.past = WholeRun(self._ranks.total, through_state=through_state) if estimator == "whole-run" else None
         self._evaluation, self._rule = evaluation, rule
         self._lookback, self._through_state = lookback, through_state
         self._rule_checked = False
+        if self._ranks.shards:
+            curvature = curvature_for_shards(curvature, needed=lookback > 1 or self.past is not None)
         self._asked = curvature
         self.curvature = "exact" if curvature == "auto" else curvature
 
@@ -82,11 +94,13 @@ class Estimator:
             self._fall_back_from(error)
         # Not inside the handler: the error holds on to all that has been computed.
         values, mixed = found or self._series(batch, snapshot, again(), used, extra)
-        total = dict(zip(extra.values(), mixed, strict=True))
+        total: dict[Hyperparameter, Tensor] = {}
         for joined, derivatives in zip(snapshot.pieces, values, strict=True):
             for entry in _of_group(used, joined.group):
                 h, derivative = entry.hyperparameter, entry.factor * derivatives[entry.name]
                 total[h] = total[h] + derivative if h in total else derivative
+        total = dict(zip(total, self._ranks.total(list(total.values())), strict=True))
+        total |= zip(extra.values(), mixed, strict=True)
         return self.past.agreed(total, kept, [j.group for j in snapshot.pieces], used) if self.past else total
 
     def _series(
@@ -102,17 +116,18 @@ class Estimator:
             self._rule_checked = True
             _check_rule(pieces, snapshot)
         parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
+        self._refuse_early_clipping(batch, snapshot)
         if self._lookback == 1 and not inside and self.past is None:
             return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
-        old = _in_dtype_of(parameters, snapshot.split([piece.weights for piece in snapshot.pieces]))
+        old = _weights_before(snapshot)
         names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
         if self._asked == "auto" and twice and trains_by_cudnn(self._evaluation.model):
             raise NoSecondDerivative("cuDNN's recurrent networks")
         if self.past is not None:
             self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
         with self._evaluation.training(batch, names, twice=twice) as loss:
-            products = CURVATURES[self.curvature](loss, [w.detach().requires_grad_() for w in old], inside)
-            through_clipping = _clipping(snapshot.gradients, lambda: snapshot.join(products.gradient))
+            products = loss.products(self.curvature, old, inside)
+            through_clipping = self._clipping(snapshot, lambda: snapshot.join(products.gradient))
 
             def to_loss(cotangents: Sequence[Tensor]) -> list[Tensor]:
                 return _in_dtype_of(parameters, snapshot.split(through_clipping(cotangents)))
@@ -144,6 +159,53 @@ class Estimator:
                 state[number] = torch.tensor(joined.scalars[number], dtype=torch.float64)
         return Piece(self._rule.update, values, joined.weights, snapshot.gradients[index], state, tuple(tuned))
 
+    def _refuse_early_clipping(self, batch: Any, snapshot: Snapshot) -> None:
+        seen = self._norm(snapshot.gradients) if snapshot.loss_scale >= LARGE_SCALE else math.inf
+        if not suspiciously_short(seen, snapshot.loss_scale):
+            return
+        names = self._evaluation.names_of(snapshot.parameters)
+        with self._evaluation.training(batch, names, twice=False) as loss:
+            whole = self._norm(loss.gradient(_weights_before(snapshot)))
+        if seen < 0.05 * whole:
+            raise ValueError(
+                f"gradients must be unscaled before they are clipped, but the step saw a norm of {seen:.2g} where the "
+                f"loss has {whole:.2g}; call scaler.unscale_(optimizer) before clip_grad_norm_"
+            )
+
+    def _clipping(
+        self, snapshot: Snapshot, full: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """How a cotangent of the gradient that the step saw goes back to the loss's gradient, by comparing the two.
+
+        Parallel and shorter: clipped to a norm, whose derivative is ``c (I - ĝ ĝ')``. Parallel and longer: rescaled.
+        Not parallel (other dropout masks, other batches averaged in): taken as it is, unless it is so much shorter that
+        a Hessian of the full loss would be far too large.
+        """
+        whole = list(full())  # as large as the model: not to be kept
+        long, short = self._norm(whole), self._norm(snapshot.gradients)
+        if long == 0 or short == 0:
+            return lambda cotangents: cotangents
+        scale = short / long
+        aligned = self._dot(snapshot.gradients, whole) / (long * short)
+        parallel = aligned > 0.999
+        if abs(scale - 1) < 1e-3 if parallel else scale > 0.5:
+            return lambda cotangents: cotangents
+        if not parallel or scale > 1:
+            return lambda cotangents: [scale * c for c in cotangents]
+
+        def project(cotangents: Sequence[Tensor]) -> list[Tensor]:
+            along = self._dot(cotangents, full()) / long**2
+            return [scale * (c - along * f) for c, f in zip(cotangents, full(), strict=True)]
+
+        return project
+
+    def _norm(self, tensors: Sequence[Tensor]) -> float:
+        return math.sqrt(self._dot(tensors, tensors)) if self._ranks.shards else norm(tensors)
+
+    def _dot(self, left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+        products = [(a * b).sum().double().cpu() for a, b in zip(left, right, strict=True)]
+        return float(self._ranks.total([torch.stack(products).sum()])[0])
+
     @property
     def fell_back(self) -> bool:
         return self._asked == "auto" and self.curvature != "exact"
@@ -166,40 +228,14 @@ class Estimator:
         self.fall_back()
 
 
-def _clipping(
-    seen: Sequence[Tensor], full: Callable[[], Iterable[Tensor]]
-) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """How a cotangent of the gradient that the step saw goes back to the gradient of the loss, by comparing the two.
-
-    Parallel and shorter: clipped to a norm, whose derivative is ``c (I - ĝ ĝ')``. Parallel and longer: rescaled. Not
-    parallel (other dropout masks, other batches averaged in): taken as it is, unless it is so much shorter that a
-    Hessian of the full loss would be far too large.
-    """
-    whole = list(full())  # as large as the model: not to be kept
-    long, short = norm(whole), norm(seen)
-    if long == 0 or short == 0:
-        return lambda cotangents: cotangents
-    scale = short / long
-    aligned = float(sum((s * f).sum().double().cpu() for s, f in zip(seen, whole, strict=True))) / (long * short)
-    parallel = aligned > 0.999
-    if abs(scale - 1) < 1e-3 if parallel else scale > 0.5:
-        return lambda cotangents: cotangents
-    if not parallel or scale > 1:
-        return lambda cotangents: [scale * c for c in cotangents]
-
-    def project(cotangents: Sequence[Tensor]) -> list[Tensor]:
-        along = float(sum((c * f).sum().double().cpu() for c, f in zip(cotangents, full(), strict=True))) / long**2
-        return [scale * (c - along * f) for c, f in zip(cotangents, full(), strict=True)]
-
-    return project
-
-
 @torch.no_grad()
 def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
     """A rule that does not do what the optimizer did would give hypergradients that look fine and are wrong."""
     now = snapshot.join(p.detach() for p in snapshot.parameters)
     for piece, joined, after in zip(pieces, snapshot.pieces, now, strict=True):
         update = piece.update(piece.values, piece.weights, piece.gradient, piece.state)[0]
+        if not piece.weights.numel():  # a rank may have no part of a small tensor
+            continue
         error, size = (piece.weights - update - after).abs().max(), update.abs().max()
         rounding = 8 * torch.finfo(joined.parameters[0].dtype).eps * piece.weights.abs().max()
         if error > 1e-2 * size + rounding:
@@ -214,6 +250,12 @@ def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
 
 def _of_group(used: Sequence[Used], group: int) -> list[Used]:
     return [entry for entry in used if entry.group == group]
+
+
+def _weights_before(snapshot: Snapshot) -> list[Tensor]:
+    """Those that the step was taken at, one a parameter, to be differentiated by."""
+    weights = snapshot.split([piece.weights for piece in snapshot.pieces])
+    return [weight.detach().requires_grad_() for weight in _in_dtype_of(snapshot.parameters, weights)]
 
 
 def _in_dtype_of(parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> list[Tensor]:

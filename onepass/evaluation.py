@@ -7,8 +7,9 @@ away, and every evaluation starts from the same random state, so that dropout dr
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,16 +18,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree
 
+from onepass.curvature import CURVATURES, Products, linearly
+from onepass.distributed import Ranks, unwrapped
+
 LossFunction = Callable[[Any, Any], Tensor]
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class Evaluation:
-    """Evaluates ``loss`` and ``valid_loss`` of a model without changing it. Use inside ``undisturbed()``."""
+    """Evaluates ``loss`` and ``valid_loss`` of a model without changing it. Use inside ``undisturbed()``.
+
+    Attributes:
+        model: the module inside of whatever wraps it.
+        ranks: the processes that train it; values and derivatives are averaged over them.
+        loss_scale: derivatives are taken of so many times the loss, and divided again: float16 has no tiny numbers.
+    """
 
     def __init__(self, model: nn.Module, loss: LossFunction, valid_loss: LossFunction | None) -> None:
-        # A compiled model has no second derivative, and would compile again for the copies: use what it was made from.
-        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.model, group = unwrapped(model)
+        self.ranks = Ranks(group, next((p.device for p in self.model.parameters()), None))
+        self.loss_scale = 1.0
         for name, function in (("loss", loss), ("valid_loss", valid_loss)):
             if function is not None:
                 check_signature(name, function)
@@ -49,7 +60,7 @@ class Evaluation:
         """Puts the random state and the modules' modes back at the end, whatever happens in between."""
         self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._cuda]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), eagerly():
                 yield
         finally:
             self._rewind()
@@ -77,17 +88,36 @@ class Evaluation:
                     f"{self._valid_loss.name} must depend on the parameters, but its value has no gradient"
                 )
             live = [tensor for tensor in wanted if tensor.requires_grad]
-            gradients = iter(torch.autograd.grad(value, live, allow_unused=True))
-        return value.item(), [next(gradients) if tensor.requires_grad else None for tensor in wanted]
+            gradients = iter(self.gradients(self._scaled(value), live))
+        (loss,) = self.ranks.mean([value.detach()])
+        return loss.item(), [next(gradients) if tensor.requires_grad else None for tensor in wanted]
 
     def valid_loss(self, batch: Any, weights: dict[str, Tensor] | None = None) -> Tensor:
         """The validation loss alone, at the current weights or at others."""
         with torch.no_grad(), self.lending(weights or {}):
-            return self._valid_value(batch)
+            (loss,) = self.ranks.mean([self._valid_value(batch)])
+        return loss
 
     def training_loss(self, batch: Any) -> Tensor:
+        """Scaled."""
         self._rewind()
-        return self._loss(batch)
+        return self._scaled(self._loss(batch))
+
+    def gradients(self, scaled: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Of a loss, unscaled, over all ranks; ``None`` where nothing flows, which only a single process can tell."""
+        found = torch.autograd.grad(scaled, wanted, allow_unused=True)
+        if self.ranks.alone and self.loss_scale == 1:
+            return found
+        return self.made_whole([torch.zeros_like(w) if f is None else f for w, f in zip(wanted, found, strict=True)])
+
+    def made_whole(self, derivatives: Sequence[Tensor]) -> list[Tensor]:
+        """Derivatives of the scaled loss of this rank's batch as those of the loss, over all ranks."""
+        if self.loss_scale != 1:
+            derivatives = [derivative / self.loss_scale for derivative in derivatives]
+        return self.ranks.mean(derivatives)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale == 1 else loss * self.loss_scale
 
     @contextmanager
     def lending(self, weights: dict[str, Tensor]) -> Iterator[None]:
@@ -135,6 +165,15 @@ class TrainingLoss:
         if self._twice:
             self._lent.enter_context(twice_differentiable_kernels(self._evaluation.model))
         return self._evaluation.training_loss(self._batch)
+
+    def products(self, curvature: str, weights: Sequence[Tensor], extra: Sequence[Tensor]) -> Products:
+        """With the Hessian of this loss, as ``CURVATURES`` makes them."""
+        return linearly(self._evaluation.made_whole, CURVATURES[curvature](self, weights, extra))
+
+    def gradient(self, weights: Sequence[Tensor], extra: Sequence[Tensor] = ()) -> list[Tensor]:
+        wanted = [*weights, *extra]
+        found = self._evaluation.gradients(self(weights), wanted)
+        return [torch.zeros_like(w) if f is None else f for w, f in zip(wanted, found, strict=True)]
 
     def apart(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
         outputs: list[Tensor] = []
@@ -215,6 +254,13 @@ def validation_mode(model: nn.Module, *, batch_statistics: bool = True) -> Itera
             module.training = mode
         for module, dropout in rnns:
             module.dropout = dropout
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Whatever is compiled runs as written: it has no second derivative, and would compile again for other weights."""
+    # Absent before torch 2.6; and where nothing is compiled, the import alone takes seconds.
+    stance = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if stance and "torch._dynamo" in sys.modules else nullcontext()
 
 
 def trains_by_cudnn(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from onepass.distributed import local
 from onepass.evaluation import Evaluation
 from onepass.guard import Guard, Health, Verdict, on_probation
 from onepass.hyperparameters import Hyperparameter
@@ -37,13 +38,13 @@ class Point(NamedTuple):
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put weights, buffers and optimizer state back, at rest; the hyperparameters are the caller's."""
         for p, weights in self.weights().items():
-            p.copy_(weights)
+            local(p).copy_(weights)
         for joined in self.before:
             for p in joined.parameters:
                 _restore_numbers(optimizer.state.get(p, {}), joined)
             for key, value in joined.state.items():
                 for p, view in zip(joined.parameters, joined.views(value), strict=True):
-                    optimizer.state[p][key].copy_(torch.zeros_like(view) if key in MOMENTA else view)
+                    local(optimizer.state[p][key]).copy_(torch.zeros_like(view) if key in MOMENTA else view)
         for buffer, saved in zip(model.buffers(), self.buffers, strict=True):
             buffer.copy_(saved)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from onepass.distributed import local
+
 Group = dict[str, Any]
 T = TypeVar("T")
 
@@ -32,8 +34,9 @@ class Joined(NamedTuple):
         """A tensor laid out like ``weights``, cut into one view a parameter."""
         if len(self.parameters) == 1:
             return [joined]
-        parts = joined.split([p.numel() for p in self.parameters])
-        return [part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)]
+        here = [local(p) for p in self.parameters]
+        parts = joined.split([p.numel() for p in here])
+        return [part.view(p.shape) for p, part in zip(here, parts, strict=True)]
 
     def only(self, keep: Sequence[nn.Parameter]) -> Joined:
         """The same for some of the parameters."""
@@ -46,9 +49,13 @@ class Joined(NamedTuple):
 
 
 class Snapshot:
-    """Taken around one ``optimizer.step()``: made before it, ``complete``d after it."""
+    """Taken around one ``optimizer.step()``: made before it, ``complete``d after it.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    ``loss_scale``: of the ``GradScaler`` that the step was taken with.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss_scale: float = 1.0) -> None:
+        self.loss_scale = loss_scale
         # The values the step really used, a scheduler's factor included.
         self.values = [named_values(group) for group in optimizer.param_groups]
         self.everything = [_joined(optimizer, *key_and_members) for key_and_members in _sharing(optimizer).items()]
@@ -69,7 +76,6 @@ class Snapshot:
             if stepped:
                 self.pieces.append(joined.only(stepped))
                 self.gradients.append(_join([p.grad for p in stepped]))  # type: ignore[misc]
-
         if not self.pieces:
             raise ValueError(
                 "optimizer.step must be taken with gradients, but there are none; call backward() before it"
@@ -158,7 +164,8 @@ def _joined(optimizer: torch.optim.Optimizer, key: Any, members: list[nn.Paramet
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
     """A copy, end to end in one vector; a single tensor keeps its shape. Half precision is widened: rules square small
-    numbers."""
+    numbers. Of what is spread over ranks, this one's part."""
+    tensors = [local(t) for t in tensors]
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     if len(tensors) == 1:
         return tensors[0].to(wide, copy=True)

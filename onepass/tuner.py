@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onepass.batches import Cycle
 from onepass.checks import check_arguments, checked_extra
+from onepass.distributed import local
 from onepass.entries import Used, collect
 from onepass.estimator import Estimator, how_far
-from onepass.evaluation import Evaluation, LossFunction
+from onepass.evaluation import LossFunction
 from onepass.guard import Guard, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
 from onepass.optim import SteadyAdam
 from onepass.recovery import Recovery
 from onepass.rules import rule_of
+from onepass.scaling import evaluation_scale, left_out, overflowed, scale_of, scaler_at_work
 from onepass.schedulers import follow_schedulers
+from onepass.sharded import evaluation_of, refuse_shapes
 from onepass.snapshot import Snapshot, drained, read_value
 from onepass.whole_run import far_names
 
@@ -111,9 +115,12 @@ class Tuner:
             raise ValueError(
                 "optimizer must have one tuner, but it already has another; call detach() on that one first"
             )
+        self._evaluation = evaluation_of(model, loss, valid_loss)
+        self._ranks = self._evaluation.ranks
+        if self._ranks.shards:
+            refuse_shapes(optimizer.param_groups)
         rule = rule_of(optimizer)
         self._optimizer, self._interval = optimizer, interval
-        self._evaluation = Evaluation(model, loss, valid_loss)
         self._rows = collect(optimizer.param_groups, rule, tune, tied, bounds or {})
         self._entries = [entry for row in self._rows.values() for entry in row if entry is not None]
         self._extra = checked_extra(extra or {}, rule.tunable)
@@ -135,7 +142,8 @@ class Tuner:
             )
         self._make_hyper_optimizer = hyper_optimizer or default_hyper_optimizer
         self._hyper_optimizer = self._new_hyper_optimizer()
-        self._valid = Cycle(valid)
+        with self._ranks.together(lambda: self._settings(guard)):
+            self._valid = Cycle(valid)
         with self._evaluation.undisturbed():
             first_loss = self._try_loss()
         rates = [entry.hyperparameter for entry in self._entries if entry.name == "lr"]
@@ -145,14 +153,15 @@ class Tuner:
             else None
         )
         self._snapshot: Snapshot | None = None
+        self._scaler: GradScaler | None = None
         self._used: list[Used] = []
         self._schedulers: list[LRScheduler] = []
         self._steps, self.skipped = 0, 0
         self._stepped = self._gradients_come_later = self._resumed = False
         self.history = History(self.values(), extra=tuple(self._extra))
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(_uncompiled(self._before_step)),
+            optimizer.register_step_post_hook(_uncompiled(self._after_step)),
         ]
         _TUNED.add(optimizer)
 
@@ -160,9 +169,12 @@ class Tuner:
         """To be called after every ``optimizer.step()``, with the batch it was taken on.
 
         Returns:
-            ``None`` on ordinary steps, a record every ``interval`` steps and whenever the guard goes back.
+            ``None`` on ordinary steps and after one that a ``GradScaler`` has left out, a record every ``interval``
+            steps and whenever the guard goes back.
         """
         if not self._stepped:
+            if self._left_out():
+                return None
             raise RuntimeError(
                 "tuner.step must follow an optimizer.step, once each, but there was none since the last; "
                 "call optimizer.step(), then tuner.step(batch)"
@@ -205,14 +217,14 @@ class Tuner:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._schedulers:
             self._schedulers = follow_schedulers(optimizer, self._rows.get("lr", []), resumed=self._resumed)
-        self._snapshot = None
+        self._snapshot, self._scaler = None, scaler_at_work()
         first = self._recovery is not None and not self._recovery.has_point()
         if first or self._due():
             groups = optimizer.param_groups
             for entry in self._entries:
                 entry.observe(groups[entry.index])
             self._used = [entry.used(groups[entry.index]) for entry in self._entries if not entry.paused]
-            self._snapshot = Snapshot(optimizer)
+            self._snapshot = Snapshot(optimizer, scale_of(self._scaler))
         if first:
             self._keep_point()
         inside = (
@@ -224,8 +236,37 @@ class Tuner:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._snapshot is not None and self._due() and self._gradients_come_later:
+            if overflowed(optimizer):  # looked at only where it matters: that waits for the GPU
+                return
             self._snapshot.take_gradients()
         self._stepped = True
+
+    def _left_out(self) -> bool:
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        anywhere = self._ranks.total([torch.tensor(float(left_out(parameters, self._scaler)))])[0]
+        return bool(anywhere > 0)
+
+    # --- what must be the same on all ranks ---
+
+    def _settings(self, guard: Guard | None) -> dict[str, Any]:
+        bounds = {name: [e.hyperparameter.bounds for e in row if e] for name, row in self._rows.items()}
+        return {
+            "optimizer": type(self._optimizer).__name__,
+            "tune and extra": self._labels(),
+            "interval": self._interval,
+            **self._estimator.settings,
+            "hyper_optimizer": repr(self._hyper_optimizer),
+            "bounds": bounds,
+            "guard": guard,
+            **self._in_use(),
+        }
+
+    def _in_use(self) -> dict[str, Any]:
+        """The values that the next step takes, one with a shape by its sum."""
+        groups = self._optimizer.param_groups
+        found = {f"{e.name} of param group {e.index}": read_value(groups[e.index], e.name) for e in self._entries}
+        found |= {f"extra[{name!r}]": h.value for name, h in self._extra.items()}
+        return {name: float(value.sum()) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def _due(self) -> bool:
         """Whether the next ``tuner.step`` is a hyper step."""
@@ -236,9 +277,11 @@ class Tuner:
     def _hyper_step(self, batch: Any) -> TunerStep:
         snapshot = self._snapshot
         assert snapshot is not None
+        self._evaluation.loss_scale = evaluation_scale(snapshot.loss_scale)
         first, again = not self.history.records, self._recovery is not None and self._recovery.on_probation()
         with _requiring_grad([h.value for h in self._extra.values()]):
-            valid_batch = next(self._valid)
+            with self._ranks.together(self._in_use):
+                valid_batch = next(self._valid)
             loss, valid_gradient, direct = self._validation(snapshot, valid_batch)
             verdict = self._recovery.judge(loss, valid_batch) if self._recovery else None
             if verdict is not None and not verdict.healthy:
@@ -266,7 +309,9 @@ class Tuner:
         by_extra = zip(extra, found[len(parameters) :], strict=True)
         direct = {h: g for h, g in by_extra if g is not None}
         del found[len(parameters) :]
-        by_weights = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, drained(found), strict=True))
+        by_weights = (
+            torch.zeros_like(local(p)) if g is None else g for p, g in zip(parameters, drained(found), strict=True)
+        )
         return loss, list(snapshot.join(by_weights)), direct
 
     @torch.no_grad()
@@ -404,6 +449,12 @@ class Tuner:
         """Name, group and shape of everything tuned: two tuners with the same labels can exchange their states."""
         labels = [f"{e.name}[{e.index}] {tuple(e.hyperparameter.raw.shape)}" for e in self._entries]
         return labels + [f"{name} {tuple(h.raw.shape)}" for name, h in self._extra.items()]
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Around a compiled ``optimizer.step`` too, a hook runs as written."""
+    left_alone: Callable[..., None] = torch.compiler.disable(hook)
+    return left_alone
 
 
 @contextmanager

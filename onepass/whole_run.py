@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from onepass.linearise import Piece
 from onepass.sensitivity import FAR, Product, Sensitivity, agreed, carried_on, ramp, turn
 
 Layout = list[list[str]]  # names of parameters, piece by piece
+Total = Callable[[Sequence[Tensor]], list[Tensor]]  # of sums over the weights of this process, over all
 
 
 class WholeRun:
@@ -24,7 +25,8 @@ class WholeRun:
     else it leaves out what a group does to the others' gradients, and its sum over the groups is still exact.
     """
 
-    def __init__(self, *, through_state: bool) -> None:
+    def __init__(self, total: Total = list, *, through_state: bool) -> None:
+        self._total = total
         self._through_state = through_state
         self.forget()
         self._layout: Layout = []
@@ -76,7 +78,7 @@ class WholeRun:
                 if kept and group in mine:
                     work = (valid_gradient[i] * kept[i]["weights"]).sum().double()
                     far[mine[group]] = far[mine[group]].to(work.device) + work
-            for h, slope in far.items():
+            for h, slope in zip(far, self._total(list(far.values())), strict=True):
                 natural = (slope / _slope(h).to(slope.device)).to(near[h]).reshape(near[h].shape)
                 # What is not finite must be seen by whoever takes the step.
                 result[h] = agreed(natural, near[h]) if bool(natural.isfinite()) else natural

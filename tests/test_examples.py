@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 # What to look for in the output; the first group of the first must exceed that of the second.
 CLAIMS: dict[str, tuple[str, str]] = {
+    "ddp.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
     "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
     "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
     "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
@@ -24,9 +25,12 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "search_digits.py": (r"(\d\.\d+) *\n\s*\nvalid", r"(?ms)^valid .*^ \d+ [^\n]* (\d\.\d+) *$"),
 }
 
+# Started by something else than Python alone.
+LAUNCHERS = {"ddp.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]}
+
 
 def run(name: str, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), "--steps", "600", *options]
+    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), "--steps", "600", *options]
     # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
