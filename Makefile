@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test format bench clean
+.PHONY: help demo test format bench docs clean
 
 help:
 	@echo "make demo   random starts on two bundled data sets, plain and tuned, with a report (about a minute)"
 	@echo "make test   lint, types and tests"
 	@echo "make format rewrite the code in house style"
+	@echo "make docs   the API reference from the docstrings, in out/docs"
 	@echo "make bench  time and memory of tuned training against plain training"
 
 demo: $(VENV)/ready
@@ -28,6 +29,9 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/population.py
+
+docs: $(VENV)/ready
+	$(BIN)/python docs/reference.py out/docs
 
 # torch goes first and alone: with it in place, no other package pulls another build of it.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -58,6 +58,7 @@ class History:
         self.start = _thin(self.start)
 
     def append(self, record: TunerStep) -> None:
+        """One more record at the end, with what has one entry per weight thinned."""
         thin = {"values": _thin(record.values), "hypergradients": _thin(record.hypergradients)}
         self.records.append(TunerStep(**{**record.__dict__, **thin}))
 
@@ -80,6 +81,7 @@ class History:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> History:
+        """What ``to_dict`` gave, as a history again."""
         records = [TunerStep(**record) for record in found["records"]]
         return cls(found["start"], records, tuple(found["extra"]), found["scheduled"])
 
@@ -171,6 +173,7 @@ class Schedule:
     values: list[Values]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Schedule:
+        """Write the first values into an optimizer with the same param groups, and follow it from here on."""
         for name, entries in self.values[0].items():
             if len(optimizer.param_groups) != len(entries):
                 raise ValueError(
@@ -185,6 +188,7 @@ class Schedule:
         return self
 
     def step(self) -> None:
+        """To be called after every ``optimizer.step()``: writes the values that are due."""
         if not hasattr(self, "_optimizer"):
             raise RuntimeError(
                 "schedule.step needs an optimizer, but there is none yet; call schedule.attach(optimizer)"
@@ -193,10 +197,12 @@ class Schedule:
         self._apply()
 
     def to_json(self, path: str | Path) -> None:
+        """To a file that ``from_json`` reads, or anyone else: steps, and the values from each of them on."""
         Path(path).write_text(json.dumps({"steps": self.steps, "values": self.values}, indent=1))
 
     @classmethod
     def from_json(cls, path: str | Path) -> Schedule:
+        """From a file that ``to_json`` wrote."""
         return cls(**json.loads(Path(path).read_text()))
 
     def __repr__(self) -> str:

@@ -147,6 +147,7 @@ class Hyperparameter:
         return {"raw": self.raw.clone(), "value": self.value.clone(), "start": self.start, "bounds": self.bounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
         self.raw.copy_(state["raw"])
         self.value.copy_(state["value"])
         self.start.copy_(state["start"])

@@ -10,7 +10,7 @@ from the beginning of the run, and what it has done to weights and optimizer sta
 
 One step of every interval stands for all of it. Values take turns, so that a hyper step costs one product with the
 Hessian of the training loss, however many there are; each keeps a copy of the weights and of the optimizer's state,
-whatever the length of the run. With ``kept=0`` it is the look-back series with one term.
+whatever the length of the run. With nothing kept it would be the look-back series with one term.
 
 *Departs from the paper*, which looks back from the end. Sensitivities carried forward are those of Franceschi et al.
 (*Forward and Reverse Gradient-Based Hyperparameter Optimization*, ICML 2017).

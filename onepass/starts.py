@@ -33,6 +33,7 @@ class Uniform:
         _check_range(self.low, self.high, -math.inf)
 
     def sample(self, generator: torch.Generator) -> float:
+        """One number, drawn with this generator."""
         fraction = float(torch.rand((), dtype=torch.float64, generator=generator))
         return self.low + (self.high - self.low) * fraction
 
@@ -52,6 +53,7 @@ class LogUniform:
         _check_range(self.low, self.high, 0.0)
 
     def sample(self, generator: torch.Generator) -> float:
+        """One number, drawn with this generator."""
         return 10 ** Uniform(math.log10(self.low), math.log10(self.high)).sample(generator)
 
 

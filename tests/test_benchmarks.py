@@ -53,3 +53,10 @@ def test_search(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/search.py", "--trials", "4", "8", "--steps", "16", "--workers"]
     said = subprocess.run([*command, "--json", str(result)], check=True, cwd=ROOT, capture_output=True, text=True)
     assert "a trial" in said.stdout and json.loads(result.read_text())["seconds"]["local"].keys() == {"begin", "trial"}
+
+
+def test_failures() -> None:
+    command = [sys.executable, "benchmarks/failures.py", "--steps", "20", "--seeds", "1"]
+    said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    names = [line for line in said.splitlines() if not line.startswith(" ")]
+    assert len(names) == 8 and "tanh: cosine 1.000" in said

@@ -14,15 +14,23 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 # What to look for in the output; the first group of the first must exceed that of the second.
 CLAIMS: dict[str, tuple[str, str]] = {
+    "augmentation.py": (
+        r"tuned\D+\d+ degrees, test accuracy (\d+\.\d+)",
+        r"plain\D+\d+ degrees, test accuracy (\d+\.\d+)",
+    ),
     "ddp.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
     "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
     "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
     "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
+    "lora.py": (r"plain: test loss (\d+\.\d+)", r"tuned: test loss (\d+\.\d+)"),
     "many_starts.py": (r"tuned: test accuracy worst (\d+\.\d+)", r"plain: test accuracy worst (\d+\.\d+)"),
     "per_element.py": (r"one for all: +validation loss (\d+\.\d+)", r"one for each: +validation loss (\d+\.\d+)"),
     "per_layer.py": (r"one for all: +validation loss (\d+\.\d+)", r"one a layer: +validation loss (\d+\.\d+)"),
+    "pinn.py": (r"plain: off by (\d+\.\d+)", r"tuned: off by (\d+\.\d+)"),
+    "sample_weights.py": (r"right labels: median weight (\d+\.\d+)", r"wrong labels: median weight (\d+\.\d+)"),
     # the worst of eight starts: plain, tuned
     "search_digits.py": (r"(\d\.\d+) *\n\s*\nvalid", r"(?ms)^valid .*^ \d+ [^\n]* (\d\.\d+) *$"),
+    "two_tasks.py": (r"plain.*off by (\d+\.\d+)", r"tuned.*off by (\d+\.\d+)"),
 }
 
 # Started by something else than Python alone.
@@ -30,7 +38,8 @@ LAUNCHERS = {"ddp.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-
 
 
 def run(name: str, *options: str) -> str:
-    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), "--steps", "600", *options]
+    steps = "400" if name == "lora.py" else "600"
+    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), "--steps", steps, *options]
     # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
