@@ -246,6 +246,23 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "resumed in a new process": ("bit for bit", "tests/test_resume.py::test_resumed_in_a_new_process"),
     "sparse gradients": ("no: one clear error", "tests/test_compatibility.py::test_sparse_gradients_get_a_clear_error"),
+    "DistributedDataParallel, with `no_sync`, compiled inside or outside": (
+        "SGD, AdamW: `exact`, `forward`, `gauss-newton`, `lookback=1`, through the whole run",
+        "tests/test_distributed.py::test_half_the_batch_on_each_of_two_ranks",
+    ),
+    "`fully_shard` (FSDP2)": (
+        "SGD, AdamW: `finite-difference`, `lookback=1`, through the whole run; one error for the others",
+        "tests/test_sharded.py::test_half_the_batch_and_half_the_model_on_each_of_two_ranks",
+    ),
+    "fp16 with `GradScaler`, bf16, fused optimizers": (
+        "SGD, AdamW: `exact`, `lookback=1`, through the whole run; steps that a scaler leaves out are not tuned on",
+        "tests/test_amp.py::test_near_float32",
+    ),
+    "compiled models, parts and losses": (
+        "SGD: `exact`, `finite-difference`, `lookback=1`, through the whole run",
+        "tests/test_compile.py::test_compiled_equals_as_written",
+    ),
+    "a compiled `optimizer.step`": ("SGD, Adam: `exact`", "tests/test_compile.py::test_compiled_optimizer_step"),
 }
 
 
