@@ -53,7 +53,7 @@ def loader(data: Batch, rows: int = 1200) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*(part[:rows] for part in data)), batch_size=BATCH)
 
 
-def plain(case: Case, epochs: int = 1) -> tuple[nn.Module, onepass.Tuner]:
+def plain(case: Case, *, valid_rows: int = 300) -> tuple[nn.Module, onepass.Tuner]:
     """The same run with no framework."""
     train, valid, _ = digits()
     model = network()
@@ -64,8 +64,8 @@ def plain(case: Case, epochs: int = 1) -> tuple[nn.Module, onepass.Tuner]:
         with torch.autocast("cpu", torch.bfloat16, enabled=case.precision is torch.bfloat16):
             return cross_entropy(model, batch)
 
-    tuner = onepass.Tuner(model, optimizer, loss, loader(valid), **settings(case))
-    for index, batch in enumerate(batch for _ in range(epochs) for batch in loader(train)):
+    tuner = onepass.Tuner(model, optimizer, loss, loader(valid, valid_rows), **settings(case))
+    for index, batch in enumerate(loader(train)):
         (loss(model, batch) / case.accumulate).backward()
         if (index + 1) % case.accumulate:
             continue
