@@ -16,17 +16,21 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 CLAIMS: dict[str, tuple[str, str]] = {
     "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
     "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
+    "lightning_digits.py": (r"plain: test loss (\d+\.\d+)", r"tuned: test loss (\d+\.\d+)"),
     "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
     "many_starts.py": (r"tuned: test accuracy worst (\d+\.\d+)", r"plain: test accuracy worst (\d+\.\d+)"),
     "per_element.py": (r"one for all: +validation loss (\d+\.\d+)", r"one for each: +validation loss (\d+\.\d+)"),
     "per_layer.py": (r"one for all: +validation loss (\d+\.\d+)", r"one a layer: +validation loss (\d+\.\d+)"),
     # the worst of eight starts: plain, tuned
     "search_digits.py": (r"(\d\.\d+) *\n\s*\nvalid", r"(?ms)^valid .*^ \d+ [^\n]* (\d\.\d+) *$"),
+    "transformers_trainer.py": (r"plain: validation loss (\d+\.\d+)", r"tuned: validation loss (\d+\.\d+)"),
 }
+
+STEPS = {"lightning_digits.py": 300, "transformers_trainer.py": 300}  # a claim that shows early
 
 
 def run(name: str, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), "--steps", "600", *options]
+    command = [sys.executable, str(EXAMPLES / name), "--steps", str(STEPS.get(name, 600)), *options]
     # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
