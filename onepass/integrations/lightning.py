@@ -75,7 +75,8 @@ class OnePass(Callback):
         optimizer = _only_optimizer(trainer)
         loss, valid_loss = self._losses(trainer)
         valid = _Batches(trainer, self._valid if self._valid is not None else _validation_loader(trainer))
-        self.tuner = Tuner(pl_module, optimizer, loss, valid, valid_loss=valid_loss, **self._settings)
+        model = trainer.strategy.model or pl_module  # with what the strategy has wrapped around it
+        self.tuner = Tuner(model, optimizer, loss, valid, valid_loss=valid_loss, **self._settings)
         if self._resume:
             self.tuner.load_state_dict(self._resume)
         if self._log:

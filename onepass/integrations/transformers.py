@@ -59,7 +59,9 @@ class OnePassCallback(TrainerCallback):
         _check(trainer, self._valid)
         self._optimizer = _real(trainer.optimizer)
         valid = _Batches(trainer, self._valid if self._valid is not None else trainer.get_eval_dataloader())
-        self.tuner = Tuner(trainer.model, self._optimizer, self._loss or _loss_of(trainer), valid, **self._settings)
+        self.tuner = Tuner(
+            trainer.model_wrapped, self._optimizer, self._loss or _loss_of(trainer), valid, **self._settings
+        )
         if state.global_step:
             self.tuner.load_state_dict(self._saved(args, state.global_step))
         # A callback is shown neither the batch nor, before they are written, the logs.

@@ -110,6 +110,31 @@ def test_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert_bit_for_bit(first, second, whole, resumed)
 
 
+def test_records_go_to_the_trackers_of_accelerate(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("mine")
+    model: Any = network()
+    optimizer: Any = optimizer_of(model, Case())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tuner = AcceleratedTuner(accelerator, model, optimizer, cross_entropy, [digits()[1]], interval=1)
+    tuner.log_to(accelerator)
+    accelerator.backward(cross_entropy(model, digits()[1]))
+    optimizer.step()
+    tuner.step(digits()[1])
+    accelerator.end_training()
+    events = reader.EventAccumulator(str(tmp_path / "mine")).Reload().Scalars("onepass/lr")
+    assert [event.step for event in events] == [0, 1]
+    assert events[-1].value == pytest.approx(tuner.values()["lr"][0])
+
+
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model = accelerator_of(Case()), network()
+    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match="must run in one process, but got 2"):
+        AcceleratedTuner(accelerator, model, optimizer_of(model, Case()), cross_entropy, [digits()[1]])
+
+
 def test_misuse() -> None:
     model = network()
     make: Callable[..., Any] = AcceleratedTuner

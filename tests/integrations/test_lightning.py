@@ -227,6 +227,21 @@ def test_misuse_is_told_before_training(name: str) -> None:
         trainer(OnePass(), **options).fit(make(), *loaders())
 
 
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    with pytest.raises(ValueError, match="must run in one process, but got 2"):
+        OnePass().setup(trainer(), Digits(), "fit")
+
+
+def test_several_optimizers() -> None:
+    class Two(Digits):
+        def configure_optimizers(self) -> Any:
+            return [optimizer_of(self.net, self.case), optimizer_of(self.net, self.case)]
+
+    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+        trainer(OnePass()).fit(Two(), *loaders())
+
+
 def test_several_validation_loaders() -> None:
     train, valid = loaders()
     with pytest.raises(ValueError, match=r"must have one validation loader, but it has 2; give OnePass\(valid=...\)"):

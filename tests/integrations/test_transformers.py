@@ -216,6 +216,13 @@ def test_misuse_is_told_before_training(name: str, tmp_path: Path) -> None:
         trainer(OnePassCallback(), arguments(tmp_path), **options).train()
 
 
+def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(OnePassCallback(), arguments(tmp_path))
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="must run in one process, but got 2"):
+        run.train()
+
+
 def test_unknown_setting() -> None:
     make: Callable[..., Any] = OnePassCallback
     with pytest.raises(TypeError, match="unexpected keyword argument 'intervall'"):
