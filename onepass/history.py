@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -167,7 +168,10 @@ class History:
 
 @dataclass(repr=False)
 class Schedule:
-    """Values found by a tuner, replayed: ``attach`` it, then call ``step()`` after every ``optimizer.step()``."""
+    """Values found by a tuner, replayed: ``attach`` it, then call ``step()`` after every ``optimizer.step()``.
+
+    It has the methods of torch's LR schedulers, and can stand where a framework wants one.
+    """
 
     steps: list[int]
     values: list[Values]
@@ -183,17 +187,29 @@ class Schedule:
                 raise ValueError(
                     f"optimizer must have {name!r} in its param groups, but {type(optimizer).__name__} has not"
                 )
-        self._optimizer, self._taken, self._next = optimizer, 0, 0
+        self.optimizer, self._taken = optimizer, 0
         self._apply()
         return self
 
     def step(self) -> None:
         """To be called after every ``optimizer.step()``: writes the values that are due."""
-        if not hasattr(self, "_optimizer"):
-            raise RuntimeError(
-                "schedule.step needs an optimizer, but there is none yet; call schedule.attach(optimizer)"
-            )
+        self._check_attached()
         self._taken += 1
+        self._apply()
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates that the next step takes, one a param group."""
+        self._check_attached()
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is; the values themselves are in ``to_json``."""
+        self._check_attached()
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check_attached()
+        self._taken = state["taken"]
         self._apply()
 
     def to_json(self, path: str | Path) -> None:
@@ -209,11 +225,14 @@ class Schedule:
         return f"Schedule of {', '.join(self.values[0])} over {self.steps[-1]} steps"
 
     def _apply(self) -> None:
-        while self._next < len(self.steps) and self.steps[self._next] <= self._taken:
-            for name, entries in self.values[self._next].items():
-                for group, entry in zip(self._optimizer.param_groups, entries, strict=True):
-                    write_value(group, name, torch.tensor(entry, dtype=torch.float64))
-            self._next += 1
+        now = self.values[bisect_right(self.steps, self._taken) - 1]
+        for name, entries in now.items():
+            for group, entry in zip(self.optimizer.param_groups, entries, strict=True):
+                write_value(group, name, torch.tensor(entry, dtype=torch.float64))
+
+    def _check_attached(self) -> None:
+        if not hasattr(self, "optimizer"):
+            raise RuntimeError("a schedule needs an optimizer, but there is none yet; call schedule.attach(optimizer)")
 
 
 def _thin(values: Values) -> Values:

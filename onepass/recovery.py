@@ -117,9 +117,7 @@ class Recovery:
             self._point = None
             return
         parameters = dict(self._evaluation.model.named_parameters())
-        before = [
-            Joined(**{**j, "parameters": [parameters[name] for name in j["parameters"]]}) for j in point["before"]
-        ]
+        before = [_beside([parameters[name] for name in j["parameters"]], Joined(**j)) for j in point["before"]]
         self._point = Point(**{**point, "before": before})
 
     def _loss_at_point(self, batch: Any) -> float:
@@ -128,6 +126,13 @@ class Recovery:
         names = self._evaluation.names_of(list(weights))
         lent = {name: w.to(p.dtype) for name, (p, w) in zip(names, weights.items(), strict=True)}
         return float(self._evaluation.valid_loss(batch, lent))
+
+
+def _beside(parameters: list[nn.Parameter], joined: Joined) -> Joined:
+    """On the device of the parameters: a checkpoint may have come by way of another."""
+    device = parameters[0].device
+    state = {key: tensor.to(device) for key, tensor in joined.state.items()}
+    return joined._replace(parameters=parameters, weights=joined.weights.to(device), state=state)
 
 
 def _restore_numbers(state: dict[str, Any], joined: Joined) -> None:

@@ -21,22 +21,34 @@ def follow_schedulers(
     Some schedulers multiply what they find in ``group["lr"]``, others (``LambdaLR``, ``OneCycleLR``) overwrite it with
     a function of where they began. Behind this view both only ever move the factor. A scheduler knows its optimizer
     but not the reverse, hence the search among live objects: made once, and only where a scheduler has left its mark.
+    The optimizer it knows may be a wrapper around this one.
     """
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched") and not hasattr(optimizer.step, "_with_counter"):
+    if not any("initial_lr" in group for group in optimizer.param_groups):
         return []
     scalar = {entry.index: entry for entry in entries if entry is not None and entry.hyperparameter.raw.dim() == 0}
     if not resumed:
         for entry in scalar.values():
             entry.start = float(entry.hyperparameter.value)
-    view = _SchedulersView(optimizer, scalar)
     found = [
         thing
         for thing in gc.get_objects()
-        if issubclass(type(thing), LRScheduler) and thing.__dict__.get("optimizer") is optimizer
+        if issubclass(type(thing), LRScheduler) and _wrapped(thing.__dict__.get("optimizer")) is optimizer
     ]
     for scheduler in found:
-        scheduler.optimizer = view
+        scheduler.optimizer = _SchedulersView(scheduler.optimizer, scalar)
     return found
+
+
+def release(schedulers: Sequence[LRScheduler]) -> None:
+    """Show them their optimizer itself again."""
+    for scheduler in schedulers:
+        scheduler.optimizer = vars(scheduler.optimizer)["_optimizer"]
+
+
+def _wrapped(optimizer: Any) -> Any:
+    """What an optimizer wraps, as those of Accelerate do."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 class _SchedulersView:

@@ -24,11 +24,12 @@ from onepass.evaluation import LossFunction
 from onepass.guard import Guard, probation_step
 from onepass.history import History, TunerStep, Values
 from onepass.hyperparameters import Hyperparameter
+from onepass.loggers import Write, scalars_of, scalars_of_values, writer_of
 from onepass.optim import SteadyAdam
 from onepass.recovery import Recovery
 from onepass.rules import rule_of
 from onepass.scaling import evaluation_scale, left_out, overflowed, scale_of, scaler_at_work
-from onepass.schedulers import follow_schedulers
+from onepass.schedulers import follow_schedulers, release
 from onepass.sharded import evaluation_of, refuse_shapes
 from onepass.snapshot import Snapshot, drained, read_value
 from onepass.whole_run import far_names
@@ -159,6 +160,7 @@ class Tuner:
         self._steps, self.skipped = 0, 0
         self._stepped = self._gradients_come_later = self._resumed = False
         self.history = History(self.values(), extra=tuple(self._extra))
+        self._writers: list[Write] = []
         self._hooks = [
             optimizer.register_step_pre_hook(_uncompiled(self._before_step)),
             optimizer.register_step_post_hook(_uncompiled(self._after_step)),
@@ -189,7 +191,24 @@ class Tuner:
         self._snapshot = None
         if record is not None:
             self.history.append(record)
+            for write in self._writers:
+                write(scalars_of(self.history[-1]), record.step)
         return record
+
+    def log_to(self, *loggers: Any) -> Tuner:
+        """Write every record from now on to each of these too: the values, the validation loss, the hypergradients, and
+        whether the guard went back.
+
+        Args:
+            loggers: a TensorBoard ``SummaryWriter``, the module ``mlflow`` or one of its runs, a Weights & Biases run,
+                or a function of ``(name, value, step)`` (``onepass.loggers``).
+        """
+        writers = [writer_of(logger) for logger in loggers]
+        if not self._steps:
+            for write in writers:
+                write(scalars_of_values(self.history.start), 0)
+        self._writers += writers
+        return self
 
     def values(self) -> Values:
         """The tuned values in natural units: name -> one a param group. Under an LR scheduler, the base values."""
@@ -208,8 +227,8 @@ class Tuner:
         """Stop tuning, and leave the optimizer free for another tuner."""
         for hook in self._hooks:
             hook.remove()
-        for scheduler in self._schedulers:
-            scheduler.optimizer = self._optimizer
+        release(self._schedulers)
+        self._schedulers = []
         _TUNED.discard(self._optimizer)
 
     # --- around optimizer.step() ---

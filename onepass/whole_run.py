@@ -44,6 +44,8 @@ class WholeRun:
             groups: of each piece.
             gradient: as ``sensitivity.carried_on`` takes it.
         """
+        for name, kept in self._kept.items():  # a checkpoint may have come by way of another device
+            self._kept[name] = [_beside(piece, one) for piece, one in zip(pieces, kept, strict=True)]
         names = far_names(used)
         for place, name in enumerate(names):
             mine, earlier = turn(self._turns, place, len(names))
@@ -99,6 +101,10 @@ def far_names(entries: Iterable[Used | Entry]) -> list[str]:
     """Of tuned values, those to look at through the whole run; not those with a number for every weight."""
     scalar = {entry.name: entry.hyperparameter.value.numel() == 1 for entry in entries}
     return [name for name in FAR if scalar.get(name)]
+
+
+def _beside(piece: Piece, one: Sensitivity) -> Sensitivity:
+    return {key: tensor.to(piece.weights.device) for key, tensor in one.items()}
 
 
 def _seeds(name: str, group: int, used: Sequence[Used]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ LAYERS = [
         "workers",
     },
     {"linearise", "evaluation", "sharded", "scaling", "snapshot", "checks", "batches", "replicas"},
-    {"hypergradient", "sensitivity", "entries", "history", "optim", "recovery", "stack", "journal"},
+    {"hypergradient", "sensitivity", "entries", "history", "loggers", "optim", "recovery", "stack", "journal"},
     {"whole_run", "estimator", "schedulers", "method"},
     {"tuner", "watch", "rearrange"},
     {"begin", "interval"},
@@ -39,12 +39,13 @@ LAYERS = [
     {"blocks", "settings"},
     {"population"},
     {"__init__"},
-    {"experiments"},
+    {"experiments", "integrations"},
     {"cli"},
     {"__main__"},
 ]
 FOLDER = PACKAGE / "experiments"
 DRAWING = {"charts", "figures", "panels", "report", "studies/pictures"}
+INTEGRATIONS = {path.stem: path for path in (PACKAGE / "integrations").glob("*.py") if path.stem != "__init__"}
 EXPERIMENTS = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
 
 
@@ -65,7 +66,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def test_every_module_has_its_layer() -> None:
-    assert set().union(*LAYERS) == {*MODULES, "experiments"}
+    assert set().union(*LAYERS) == {*MODULES, "experiments", "integrations"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -92,8 +93,17 @@ def test_training_needs_numpy_alone(name: str) -> None:
     assert outside <= {"torch", "numpy", "onepass", "__future__"}
 
 
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_an_integration_needs_its_own_framework_alone(name: str) -> None:
+    found = imports(INTEGRATIONS[name])
+    outside = {module.split(".")[0] for module in found} - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "onepass", "__future__", name}
+    assert {module.split(".")[1] for module in found if module.startswith("onepass.")} <= set(MODULES)
+
+
 def test_import_brings_nothing_else() -> None:
-    names = ("sklearn", "matplotlib", "rich", "onepass.experiments")
+    names = ("sklearn", "matplotlib", "rich", *INTEGRATIONS, "tensorboard", "mlflow", "wandb")
+    names += ("onepass.experiments", "onepass.integrations")
     code = f"import sys, onepass; print([m for m in {names} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -21,6 +21,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "ddp.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
     "digits.py": (r"test loss\D+(\d+\.\d+)", r"test loss\D+[\d.]+\D+(\d+\.\d+)"),  # plain, tuned
     "label_smoothing.py": (r"found: smoothing (\d+\.\d+)", r"start: smoothing (\d+\.\d+)"),
+    "lightning_digits.py": (r"plain: test loss (\d+\.\d+)", r"tuned: test loss (\d+\.\d+)"),
     "lion.py": (r"start: validation loss (\d+\.\d+)", r"found: validation loss (\d+\.\d+)"),
     "lora.py": (r"plain: test loss (\d+\.\d+)", r"tuned: test loss (\d+\.\d+)"),
     "many_starts.py": (r"tuned: test accuracy worst (\d+\.\d+)", r"plain: test accuracy worst (\d+\.\d+)"),
@@ -30,15 +31,19 @@ CLAIMS: dict[str, tuple[str, str]] = {
     "sample_weights.py": (r"right labels: median weight (\d+\.\d+)", r"wrong labels: median weight (\d+\.\d+)"),
     # the worst of eight starts: plain, tuned
     "search_digits.py": (r"(\d\.\d+) *\n\s*\nvalid", r"(?ms)^valid .*^ \d+ [^\n]* (\d\.\d+) *$"),
+    "transformers_trainer.py": (r"plain: validation loss (\d+\.\d+)", r"tuned: validation loss (\d+\.\d+)"),
     "two_tasks.py": (r"plain.*off by (\d+\.\d+)", r"tuned.*off by (\d+\.\d+)"),
 }
+
+# Claims that show earlier or later than others.
+STEPS = {"lightning_digits.py": 300, "lora.py": 400, "transformers_trainer.py": 300}
 
 # Started by something else than Python alone.
 LAUNCHERS = {"ddp.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]}
 
 
 def run(name: str, *options: str) -> str:
-    steps = "400" if name == "lora.py" else "600"
+    steps = str(STEPS.get(name, 600))
     command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), "--steps", steps, *options]
     # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 
 import onepass
 from tests.problems import mlp, mse, regression, train_step
+
+DOCS = Path(__file__).parents[1] / "docs" / "schedulers.md"
 
 
 def tuned(steps: int = 30) -> tuple[nn.Module, onepass.Tuner]:
@@ -37,6 +40,46 @@ def test_schedule_replays_the_run_without_a_tuner(tmp_path: Path) -> None:
         schedule.step()
     for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_schedule_resumes_where_it_was() -> None:
+    _, tuner = tuned()
+    found = tuner.history.schedule()
+    optimizers = [torch.optim.AdamW(mlp(3, 8, 1).parameters(), lr=0.5) for _ in range(2)]
+    first, second = (onepass.Schedule(found.steps, found.values).attach(optimizer) for optimizer in optimizers)
+    for _ in range(7):
+        first.step()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for _ in range(7):
+        first.step()
+        second.step()
+    assert optimizers[0].param_groups[0]["betas"] == optimizers[1].param_groups[0]["betas"]
+    assert first.get_last_lr() == second.get_last_lr() == [tuner.history[3].values["lr"][0]]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_json_is_replayed_without_onepass(place: int, tmp_path: Path) -> None:
+    """By the two recipes of docs/schedulers.md: all values in a plain loop, or the learning rate by ``LambdaLR``."""
+    _, tuner = tuned()
+    tuner.history.schedule().to_json(tmp_path / "schedule.json")
+    recipe = re.findall(r"```python\n(import json.*?)```", DOCS.read_text(), re.S)[place]
+    assert "onepass" not in recipe
+    model = mlp(3, 8, 1)
+    seen: list[tuple[float, float]] = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.append((self.param_groups[0]["lr"], self.param_groups[0]["betas"][0]))
+            super().step()
+
+    recipe = recipe.replace("schedule.json", str(tmp_path / "schedule.json")).replace("torch.optim.AdamW", "AdamW")
+    batches = [regression()] * 30
+    exec(recipe, {"torch": torch, "AdamW": Watched, "model": model, "train_loader": batches, "loss": mse})
+    records = [tuner.history.start, *(record.values for record in tuner.history)]
+    wanted = [(records[step // 3]["lr"][0], records[step // 3]["beta1"][0]) for step in range(30)]
+    if place == 1:
+        wanted = [(lr, 0.9) for lr, _ in wanted]
+    assert seen == wanted
 
 
 def test_schedule_checks_the_groups() -> None:
