@@ -208,6 +208,7 @@ class Schedule:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, with the values that are due there."""
         self._check_attached()
         self._taken = state["taken"]
         self._apply()

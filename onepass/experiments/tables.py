@@ -172,15 +172,19 @@ def _column(found: list[Summary], papers: list[Published | None], name: str, tim
 
 # --- numbers as text ---
 
+HUGE = 1e7  # from here on, nobody counts digits
+
 
 def number(value: float, se: float = math.nan) -> str:
     """As many digits as the standard error allows: one of the error's own; three without one.
 
-    >>> number(0.9634, 0.0812), number(23.4, 2.1), number(4712.0, 300.0), number(0.1236)
-    ('0.96 ± 0.08', '23 ± 2', '4700 ± 300', '0.124')
+    >>> number(0.9634, 0.0812), number(23.4, 2.1), number(4712.0, 300.0), number(0.1236), number(4.2e17, 3e16)
+    ('0.96 ± 0.08', '23 ± 2', '4700 ± 300', '0.124', '4e+17 ± 3e+16')
     """
     if not math.isfinite(value):
         return "–"
+    if abs(value) >= HUGE:
+        return f"{value:.0e} ± {se:.0e}" if math.isfinite(se) else f"{value:.0e}"
     if not se > 1e-9 * abs(value):  # of a single start there is none, but for rounding
         digits = 2 - math.floor(math.log10(abs(value))) if value else 0
         return f"{round(value, digits):.{max(0, digits)}f}"

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ BROKEN: dict[str, tuple[Callable[[Cell], object], str]] = {
     "no object": (lambda cell: (cell.folder / "cell.json").write_text("3"), "no readable result"),
     "no UTF-8": (lambda cell: (cell.folder / "cell.json").write_bytes(b"\xff\xfe\x00"), "no readable result"),
     "of a newer version": (lambda cell: rewritten(cell, colour="red"), "no readable result .*colour"),
-    "moved here": (lambda cell: rewritten(cell, request={**vars(cell.request), "method": "random"}), "energy, random"),
+    "moved here": (
+        lambda cell: rewritten(cell, request={**asdict(cell.request), "method": "random"}),
+        "energy, random",
+    ),
     "text for numbers": (lambda cell: rewritten(cell, values=["a"]), "in values that is no number"),
     "a list for names": (lambda cell: rewritten(cell, start=[1.0]), "start in another form"),
     "too few": (lambda cell: rewritten(cell, valid=[1.0]), "1 of valid and 3 of test"),
