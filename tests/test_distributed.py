@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onepass
 from onepass.distributed import Ranks, check_same
 from tests.problems import Batch, mlp, mse, regression, train_step
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, torchrun
 
 Model = nn.Module
 Settings = dict[str, Any]
@@ -342,13 +339,6 @@ for step in range(1000):
         os.kill(os.getpid(), signal.SIGKILL)
     tuner.step(part(regression()))
 """
-
-
-def torchrun(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    root = Path(__file__).parents[1]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, env=alone)
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
