@@ -136,6 +136,8 @@ def _refuse_parts(model: nn.Module) -> None:
                 f"model must be wrapped in DistributedDataParallel as a whole, but only its part {name!r} is; "
                 "wrap the whole, and hand that to the tuner"
             )
+        if type(module).__name__ == "DeepSpeedEngine":
+            raise ValueError("model must leave its optimizer to torch, but DeepSpeed makes its own; train without it")
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
                 "model must be sharded by fully_shard, but it is by FullyShardedDataParallel, its forerunner"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
@@ -273,6 +274,16 @@ def without_its_wrapper() -> None:
     tuner_of(getattr(model, "module", model))
 
 
+def by_deepspeed() -> None:
+    class DeepSpeedEngine(nn.Sequential): ...
+
+    tuner_of(DeepSpeedEngine(mlp(3, 8, 1)))
+
+
+def by_the_first_fsdp() -> None:
+    tuner_of(FullyShardedDataParallel(mlp(3, 8, 1), device_id=torch.device("cpu")))
+
+
 BAD: list[tuple[Callable[[], None], str]] = [
     (without_validation_data, r"valid must yield at least one batch"),
     (at_other_intervals, r"interval must be the same on all ranks, but got 10 on rank 0 and 9 on rank 1"),
@@ -281,6 +292,8 @@ BAD: list[tuple[Callable[[], None], str]] = [
     (with_a_value_changed_since, r"lr of param group 0 must be the same on all ranks, but got 0\.1 .* and 0\.2"),
     (with_validation_data_that_ends, r"used up only once"),
     (wrapped_in_part, r"must be wrapped in DistributedDataParallel as a whole, but only its part '0' is"),
+    (by_deepspeed, r"must leave its optimizer to torch, but DeepSpeed makes its own"),
+    (by_the_first_fsdp, r"must be sharded by fully_shard, but it is by FullyShardedDataParallel, its forerunner"),
     (without_its_wrapper, r"must be the DistributedDataParallel itself, but got the module inside"),
 ]
 
