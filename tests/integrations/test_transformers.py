@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from tests.integrations.loops import (
     BATCH,
     CASES,
-    SPREAD,
     Case,
     assert_bit_for_bit,
     assert_same_history,
@@ -223,7 +222,11 @@ def train_on_a_rank(folder: Path) -> dict[str, Any]:
     whole, first = train_spread(Case(), arguments(folder, save_strategy="steps", save_steps=15))
     resumed, second = train_spread(Case(), arguments(folder), resume=str(folder / "checkpoint-15"))
     assert_bit_for_bit(first, second, whole, resumed)
-    return {name: train_spread(CASES[name], arguments(folder, CASES[name]))[1] for name in SPREAD}
+    found = {
+        name: train_spread(CASES[name], arguments(folder, CASES[name]))[1]
+        for name in ("the paper's series", "accumulated")
+    }
+    return {**found, "counted": train_counted(folder)}
 
 
 def train_spread(case: Case, args: Any, resume: str | None = None) -> Any:
@@ -233,8 +236,29 @@ def train_spread(case: Case, args: Any, resume: str | None = None) -> Any:
     return model, callback.tuner
 
 
+class Counting(Digits):
+    """A mean over labels that count, as language models take it: over those of all ranks, of which each has others."""
+
+    def forward(self, pixels: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        losses = F.cross_entropy(self.net(pixels), labels, reduction="sum")
+        return {"loss": losses / kwargs["num_items_in_batch"]}
+
+
+def train_counted(folder: Path) -> Any:
+    case = CASES["with a scheduler"]
+    ignored = torch.arange(1200) % 40 < 15  # all on the first of two ranks
+    train, valid = (
+        (x[:n], y[:n].masked_fill(ignored[:n], -100)) for (x, y), n in zip(digits(), (1200, 240), strict=False)
+    )
+    callback, data = OnePassCallback(interval=3), {"train_dataset": dataset(train), "eval_dataset": dataset(valid)}
+    trainer(callback, arguments(folder), Counting(), case, **data).train()
+    return callback.tuner
+
+
 def test_same_values_on_two_ranks(tmp_path: Path) -> None:
-    for name, history in on_two_ranks(__name__, tmp_path).items():
+    found = on_two_ranks(__name__, tmp_path)
+    assert_same_history(found.pop("counted"), train_counted(tmp_path))
+    for name, history in found.items():
         assert_same_history(history, plain(CASES[name], valid_rows=240)[1])
 
 
