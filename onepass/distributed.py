@@ -119,6 +119,16 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, group
 
 
+def check_joined(model: nn.Module, processes: int, made_by: str) -> None:
+    """Several processes must be joined by their model, or each would tune values of its own."""
+    module, group = unwrapped(model)
+    if processes > 1 and group is None and not any(hasattr(p, "to_local") for p in module.parameters()):
+        raise ValueError(
+            f"model must be wrapped in DistributedDataParallel where {processes} processes train it, but {made_by} has "
+            f"given a {type(model).__name__}; take a strategy that wraps it so"
+        )
+
+
 def _refuse_parts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -126,6 +136,8 @@ def _refuse_parts(model: nn.Module) -> None:
                 f"model must be wrapped in DistributedDataParallel as a whole, but only its part {name!r} is; "
                 "wrap the whole, and hand that to the tuner"
             )
+        if type(module).__name__ == "DeepSpeedEngine":
+            raise ValueError("model must leave its optimizer to torch, but DeepSpeed makes its own; train without it")
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
                 "model must be sharded by fully_shard, but it is by FullyShardedDataParallel, its forerunner"

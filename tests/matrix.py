@@ -230,6 +230,8 @@ EXCEPTIONS: dict[tuple[str, str, str], Refused] = {
     for name in RULES
 }
 
+FRAMEWORKS = {"Lightning": "lightning", "the `Trainer` of Transformers": "transformers", "Accelerate": "accelerate"}
+
 # What has tests of its own: row -> (what works with every optimizer, the test). A new feature is one line here.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "LSTM, attention, weight norm": (
@@ -263,6 +265,20 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_compile.py::test_compiled_equals_as_written",
     ),
     "a compiled `optimizer.step`": ("SGD, Adam: `exact`", "tests/test_compile.py::test_compiled_optimizer_step"),
+    **{
+        name: (
+            "SGD: `lookback=5`, through the whole run, accumulation, clipping, a scheduler, bf16",
+            f"tests/integrations/test_{module}.py::test_same_values_as_a_plain_loop",
+        )
+        for name, module in FRAMEWORKS.items()
+    },
+    **{
+        f"{name} on several ranks, by DDP": (
+            "SGD: `lookback=5`, through the whole run, accumulation, a scheduler, resumed",
+            f"tests/integrations/test_{module}.py::test_same_values_on_two_ranks",
+        )
+        for name, module in FRAMEWORKS.items()
+    },
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -50,3 +52,10 @@ def _one_rank(work: Callable[..., Any], arguments: Any, rank: int, size: int, fo
         result = error
     torch.save(result, Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()
+
+
+def torchrun(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    root = Path(__file__).parents[1]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, env=alone)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from onepass.distributed import Ranks, check_same
 from tests.problems import Batch, mlp, mse, regression, train_step
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, torchrun
 
 Model = nn.Module
 Settings = dict[str, Any]
@@ -276,6 +274,16 @@ def without_its_wrapper() -> None:
     tuner_of(getattr(model, "module", model))
 
 
+def by_deepspeed() -> None:
+    class DeepSpeedEngine(nn.Sequential): ...
+
+    tuner_of(DeepSpeedEngine(mlp(3, 8, 1)))
+
+
+def by_the_first_fsdp() -> None:
+    tuner_of(FullyShardedDataParallel(mlp(3, 8, 1), device_id=torch.device("cpu")))
+
+
 BAD: list[tuple[Callable[[], None], str]] = [
     (without_validation_data, r"valid must yield at least one batch"),
     (at_other_intervals, r"interval must be the same on all ranks, but got 10 on rank 0 and 9 on rank 1"),
@@ -284,6 +292,8 @@ BAD: list[tuple[Callable[[], None], str]] = [
     (with_a_value_changed_since, r"lr of param group 0 must be the same on all ranks, but got 0\.1 .* and 0\.2"),
     (with_validation_data_that_ends, r"used up only once"),
     (wrapped_in_part, r"must be wrapped in DistributedDataParallel as a whole, but only its part '0' is"),
+    (by_deepspeed, r"must leave its optimizer to torch, but DeepSpeed makes its own"),
+    (by_the_first_fsdp, r"must be sharded by fully_shard, but it is by FullyShardedDataParallel, its forerunner"),
     (without_its_wrapper, r"must be the DistributedDataParallel itself, but got the module inside"),
 ]
 
@@ -342,13 +352,6 @@ for step in range(1000):
         os.kill(os.getpid(), signal.SIGKILL)
     tuner.step(part(regression()))
 """
-
-
-def torchrun(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    root = Path(__file__).parents[1]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, env=alone)
 
 
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import send_to_device, synchronize_rng_states
 from torch import nn
 
+from onepass.distributed import check_joined
 from onepass.evaluation import LossFunction
 from onepass.history import TunerStep
 from onepass.tuner import Tuner
@@ -41,8 +42,7 @@ class AcceleratedTuner(Tuner):
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise ValueError(f"accelerator must be an accelerate.Accelerator, but got {type(accelerator).__name__}")
-        if accelerator.num_processes > 1:
-            raise ValueError(f"AcceleratedTuner must run in one process, but got {accelerator.num_processes}")
+        check_joined(model, accelerator.num_processes, "Accelerate")
         self._accelerator = accelerator
         own = getattr(optimizer, "optimizer", optimizer)
         super().__init__(model, own, loss, _Batches(accelerator, valid), **settings)
@@ -63,7 +63,10 @@ class _Batches:
 
     def __init__(self, accelerator: Accelerator, batches: Iterable[Any]) -> None:
         self._device, self._batches = accelerator.device, getattr(batches, "base_dataloader", batches)
-        self.generator = getattr(self._batches, "generator", None)
+        shared = getattr(batches, "synchronized_generator", None)
+        if shared is not None:  # shuffles on every rank, which have different rows only if it does so equally
+            synchronize_rng_states(["generator"], shared)
+        self.generator = shared or getattr(self._batches, "generator", None)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from onepass.distributed import check_joined
 from onepass.tuner import Tuner
 
 Loss = Callable[[Any, Any], Tensor]
@@ -67,15 +68,14 @@ class OnePass(Callback):
                 "OnePass must have automatic_optimization=True, but the module sets it to False; call onepass.Tuner in "
                 "training_step instead, after each optimizer.step()"
             )
-        if trainer.world_size > 1:
-            raise ValueError(f"OnePass must run in one process, but got {trainer.world_size}; set devices=1")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._let_go()
+        model = trainer.strategy.model or pl_module  # with what the strategy has wrapped around it
+        check_joined(model, trainer.world_size, type(trainer.strategy).__name__)
         optimizer = _only_optimizer(trainer)
         loss, valid_loss = self._losses(trainer)
         valid = _Batches(trainer, self._valid if self._valid is not None else _validation_loader(trainer))
-        model = trainer.strategy.model or pl_module  # with what the strategy has wrapped around it
         self.tuner = Tuner(model, optimizer, loss, valid, valid_loss=valid_loss, **self._settings)
         if self._resume:
             self.tuner.load_state_dict(self._resume)

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from onepass.distributed import check_joined
 from onepass.evaluation import LossFunction
 from onepass.loggers import scalars_of_values
 from onepass.snapshot import named_values
@@ -129,10 +130,14 @@ def _trainer_of(state: TrainerState) -> Any:
 
 
 def _check(trainer: Any, valid: Iterable[Any] | None) -> None:
-    if trainer.args.world_size > 1:
-        raise ValueError(f"OnePassCallback must run in one process, but got {trainer.args.world_size}")
     if trainer.is_deepspeed_enabled:
         raise ValueError("OnePassCallback must have a torch optimizer, but DeepSpeed makes its own; train without it")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"OnePassCallback must have one process a GPU, but got one for {trainer.args.n_gpu} (DataParallel); start "
+            f"with torchrun --nproc-per-node={trainer.args.n_gpu}, or show it one GPU by CUDA_VISIBLE_DEVICES"
+        )
+    check_joined(trainer.model_wrapped, trainer.args.world_size, "the Trainer")
     if valid is None and trainer.eval_dataset is None:
         raise ValueError(
             "trainer must have validation data, but it has no eval_dataset; give it one, or OnePassCallback(valid=...)"

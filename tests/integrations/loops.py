@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import onepass
+from onepass.history import History
 from tests.problems import Batch, cross_entropy, digits, mlp
+from tests.ranks import torchrun
 
-BATCH = 40
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun says so
+BATCH = 40 // RANKS
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -49,8 +57,8 @@ def settings(case: Case) -> dict[str, Any]:
     return {"interval": 3, **case.settings}
 
 
-def loader(data: Batch, rows: int = 1200) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*(part[:rows] for part in data)), batch_size=BATCH)
+def loader(data: Batch, rows: int = 1200, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*(part[:rows] for part in data)), batch_size=BATCH, **options)
 
 
 def plain(case: Case, *, valid_rows: int = 300) -> tuple[nn.Module, onepass.Tuner]:
@@ -79,11 +87,27 @@ def plain(case: Case, *, valid_rows: int = 300) -> tuple[nn.Module, onepass.Tune
     return model, tuner
 
 
+SPREAD = ("the paper's series", "with a scheduler", "accumulated")  # on two ranks
+
+
+def on_two_ranks(module: str, folder: Path) -> dict[str, History]:
+    """By case, what ``train_on_a_rank`` of a test module finds when torchrun starts it: the same on both ranks."""
+    done = torchrun(Path(__file__), module, str(folder))
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    assert repr(first) == repr(second)
+    return {name: History.from_dict(found) for name, found in first.items()}
+
+
 def assert_same_run(mine: onepass.Tuner | None, theirs: onepass.Tuner, tolerance: float = 1e-5) -> None:
-    """Record by record; they must also have tuned at all."""
     assert mine is not None
-    assert [record.step for record in mine.history] == [record.step for record in theirs.history]
-    for a, b in zip(mine.history, theirs.history, strict=True):
+    assert_same_history(mine.history, theirs, tolerance)
+
+
+def assert_same_history(mine: History, theirs: onepass.Tuner, tolerance: float = 1e-5) -> None:
+    """Record by record; they must also have tuned at all."""
+    assert [record.step for record in mine] == [record.step for record in theirs.history]
+    for a, b in zip(mine, theirs.history, strict=True):
         assert_close([a.valid_loss], [b.valid_loss], tolerance)
         for name, values in b.values.items():
             assert_close(a.values[name], values, tolerance)
@@ -101,3 +125,10 @@ def assert_bit_for_bit(mine: onepass.Tuner | None, theirs: onepass.Tuner | None,
     assert repr(mine.history.to_dict()) == repr(theirs.history.to_dict())
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+if __name__ == "__main__":  # on one of the ranks
+    tuners = importlib.import_module(sys.argv[1]).train_on_a_rank(Path(sys.argv[2]))
+    found = json.dumps({name: tuner.history.to_dict() for name, tuner in tuners.items()})
+    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(found)
+    os._exit(0)  # at once: now and then gloo aborts the process while that is taken apart

@@ -12,11 +12,15 @@ from torch import nn
 
 from tests.integrations.loops import (
     CASES,
+    RANKS,
+    SPREAD,
     Case,
     assert_bit_for_bit,
+    assert_same_history,
     assert_same_run,
     loader,
     network,
+    on_two_ranks,
     optimizer_of,
     plain,
     settings,
@@ -42,7 +46,7 @@ def accelerator_of(case: Case) -> Any:
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=case.accumulate,
-        step_scheduler_with_optimizer=True,
+        step_scheduler_with_optimizer=RANKS == 1,  # on two ranks it would go on by two steps at once
     )
 
 
@@ -54,15 +58,17 @@ def run(
     save: Path | None = None,
     load: Path | None = None,
     late: bool = False,
+    shuffle: bool = False,
 ) -> tuple[nn.Module, AcceleratedTuner]:
-    """``late``: the scheduler is made of the prepared optimizer. ``save``: after the first epoch."""
+    """``late``: the scheduler is made of the prepared optimizer. ``save``: after the first epoch. ``shuffle``: the
+    validation data."""
     accelerator = accelerator_of(case)
     train, valid, _ = digits()
     model: Any = network()
     optimizer: Any = optimizer_of(model, case)
     scheduler = case.schedule(optimizer) if case.schedule and not late else None
     model, optimizer, train_loader, valid_loader, scheduler = accelerator.prepare(
-        model, optimizer, loader(train, rows), loader(valid, 80), scheduler
+        model, optimizer, loader(train, rows), loader(valid, 80, shuffle=shuffle), scheduler
     )
     if case.schedule and late:
         scheduler = accelerator.prepare(case.schedule(optimizer))
@@ -128,10 +134,24 @@ def test_records_go_to_the_trackers_of_accelerate(tmp_path: Path) -> None:
     assert events[-1].value == pytest.approx(tuner.values()["lr"][0])
 
 
-def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def train_on_a_rank(folder: Path) -> dict[str, AcceleratedTuner]:
+    whole, first = run(CASES["the whole run"], rows=600, epochs=2, save=folder / "saved", shuffle=True)
+    resumed, second = run(CASES["the whole run"], rows=600, epochs=2, load=folder / "saved", shuffle=True)
+    assert_bit_for_bit(first, second, whole, resumed)
+    return {name: run(CASES[name])[1] for name in SPREAD}
+
+
+def test_same_values_on_two_ranks(tmp_path: Path) -> None:
+    for name, history in on_two_ranks(__name__, tmp_path).items():
+        assert_same_history(history, plain(CASES[name], valid_rows=80)[1])
+
+
+def test_processes_that_nothing_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model = accelerator_of(Case()), network()
     monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
-    with pytest.raises(ValueError, match="must run in one process, but got 2"):
+    with pytest.raises(
+        ValueError, match="wrapped in DistributedDataParallel where 2 processes train it, but Accelerate"
+    ):
         AcceleratedTuner(accelerator, model, optimizer_of(model, Case()), cross_entropy, [digits()[1]])
 
 

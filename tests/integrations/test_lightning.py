@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data.distributed import DistributedSampler
 
 import onepass
 from tests.integrations.loops import (
     CASES,
+    RANKS,
+    SPREAD,
     Case,
     assert_bit_for_bit,
+    assert_same_history,
     assert_same_run,
     loader,
     network,
+    on_two_ranks,
     optimizer_of,
     plain,
     settings,
@@ -227,10 +233,35 @@ def test_misuse_is_told_before_training(name: str) -> None:
         trainer(OnePass(), **options).fit(make(), *loaders())
 
 
-def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def train_on_a_rank(folder: Path) -> dict[str, onepass.Tuner | None]:
+    whole, first = train_spread(Case(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), epochs=2)
+    resumed, second = train_spread(Case(), epochs=2, resume=str(folder / "epoch=0.ckpt"))
+    assert_bit_for_bit(first, second, whole, resumed)
+    return {name: train_spread(CASES[name])[1] for name in SPREAD}
+
+
+def train_spread(case: Case, *callbacks: Any, epochs: int = 1, resume: str | None = None) -> Any:
+    train, valid, _ = digits()
+    rows = 1200 // epochs
+    # Of its own, Lightning shuffles.
+    order: Any = DistributedSampler(loader(train, rows).dataset, RANKS, int(os.environ["RANK"]), shuffle=False)
+    module, callback = Digits(case), OnePass(**settings(case))
+    saving = {"enable_checkpointing": bool(callbacks)}
+    fit = trainer(callback, *callbacks, case=case, epochs=epochs, strategy="ddp", devices=RANKS, **saving)
+    fit.fit(module, loader(train, rows, sampler=order), loader(valid, 240), ckpt_path=resume)
+    return module, callback.tuner
+
+
+def test_same_values_on_two_ranks(tmp_path: Path) -> None:
+    for name, history in on_two_ranks(__name__, tmp_path).items():
+        assert_same_history(history, plain(CASES[name], valid_rows=240)[1])
+
+
+def test_processes_that_nothing_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = trainer(OnePass())
     monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(ValueError, match="must run in one process, but got 2"):
-        OnePass().setup(trainer(), Digits(), "fit")
+    with pytest.raises(ValueError, match="where 2 processes train it, but SingleDeviceStrategy has given a Digits"):
+        fit.fit(Digits(), *loaders())
 
 
 def test_several_optimizers() -> None:

@@ -16,8 +16,10 @@ from tests.integrations.loops import (
     CASES,
     Case,
     assert_bit_for_bit,
+    assert_same_history,
     assert_same_run,
     network,
+    on_two_ranks,
     optimizer_of,
     plain,
     settings,
@@ -216,11 +218,62 @@ def test_misuse_is_told_before_training(name: str, tmp_path: Path) -> None:
         trainer(OnePassCallback(), arguments(tmp_path), **options).train()
 
 
-def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train_on_a_rank(folder: Path) -> dict[str, Any]:
+    whole, first = train_spread(Case(), arguments(folder, save_strategy="steps", save_steps=15))
+    resumed, second = train_spread(Case(), arguments(folder), resume=str(folder / "checkpoint-15"))
+    assert_bit_for_bit(first, second, whole, resumed)
+    found = {
+        name: train_spread(CASES[name], arguments(folder, CASES[name]))[1]
+        for name in ("the paper's series", "accumulated")
+    }
+    return {**found, "counted": train_counted(folder)}
+
+
+def train_spread(case: Case, args: Any, resume: str | None = None) -> Any:
+    valid = dataset((digits()[1][0][:240], digits()[1][1][:240]))
+    model, callback = Digits(), OnePassCallback(**settings(case))
+    trainer(callback, args, model, case, eval_dataset=valid).train(resume_from_checkpoint=resume)
+    return model, callback.tuner
+
+
+class Counting(Digits):
+    """A mean over labels that count, as language models take it: over those of all ranks, of which each has others."""
+
+    def forward(self, pixels: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        losses = F.cross_entropy(self.net(pixels), labels, reduction="sum")
+        return {"loss": losses / kwargs["num_items_in_batch"]}
+
+
+def train_counted(folder: Path) -> Any:
+    case = CASES["with a scheduler"]
+    ignored = torch.arange(1200) % 40 < 15  # all on the first of two ranks
+    train, valid = (
+        (x[:n], y[:n].masked_fill(ignored[:n], -100)) for (x, y), n in zip(digits(), (1200, 240), strict=False)
+    )
+    callback, data = OnePassCallback(interval=3), {"train_dataset": dataset(train), "eval_dataset": dataset(valid)}
+    trainer(callback, arguments(folder), Counting(), case, **data).train()
+    return callback.tuner
+
+
+def test_same_values_on_two_ranks(tmp_path: Path) -> None:
+    found = on_two_ranks(__name__, tmp_path)
+    assert_same_history(found.pop("counted"), train_counted(tmp_path))
+    for name, history in found.items():
+        assert_same_history(history, plain(CASES[name], valid_rows=240)[1])
+
+
+def test_processes_that_nothing_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(OnePassCallback(), arguments(tmp_path))
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="must run in one process, but got 2"):
+    with pytest.raises(ValueError, match="where 2 processes train it, but the Trainer has given a Digits"):
         run.train()
+
+
+def test_several_gpus_in_one_process(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"one process a GPU, but got one for 2 .* torchrun --nproc-per-node=2"):
+        trainer(OnePassCallback(), args).train()
 
 
 def test_unknown_setting() -> None:
