@@ -134,6 +134,17 @@ def test_medians_agree_with_the_paper() -> None:
     assert said is not None and float(said[1]) == pytest.approx(worst, abs=0.05)
 
 
+def test_five_searches_with_mutations() -> None:
+    """Medians of population-based training by seed, their mean, and its standard error."""
+    every = cells("searches/pbt-five-seeds.json")
+    page, methods = (RESULTS / "search.md").read_text(), dict.fromkeys(cell.request.method for cell in every)
+    medians = np.array([[c.summary.median for c in every if c.request.method == method] for method in methods])
+    assert medians.shape == (3, 5)
+    for row in medians:
+        mean, error = row.mean(), row.std(ddof=1) / len(row) ** 0.5
+        assert " | ".join([*(f"{median:.3f}" for median in row), f"{mean:.3f} ± {error:.3f}"]) in page
+
+
 @pytest.mark.parametrize("method", ["one-pass", "one-pass-lookback-5", "one-pass-lookback-1"])
 def test_one_pass_never_diverges(method: str) -> None:
     assert sum(c.summary.diverged for c in cells("uci.json") if c.request.method == method) == 0
