@@ -26,7 +26,7 @@ try:
     from onepass.experiments.datasets import DATASETS
     from onepass.experiments.methods import METHODS
     from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
-    from onepass.experiments.runs import Cell, Request, UsageError, cells, check_backend, compute, finished
+    from onepass.experiments.runs import Cell, Request, UsageError, check_backend, compute, finished
     from onepass.experiments.search import ENGINES, command
     from onepass.experiments.sources import DataError
 except ModuleNotFoundError as missing:
@@ -226,7 +226,7 @@ def _known(what: str, table: Iterable[str]) -> Callable[[str], str]:
             return name
         if what == "data set" and name in DATASETS:
             raise argparse.ArgumentTypeError(f"no protocol for {name} yet; there is one for {', '.join(PROTOCOLS)}")
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
         raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; {hint}")
 
@@ -307,7 +307,8 @@ def reproduce(args: argparse.Namespace) -> None:
     say = _silent if args.quiet else _say
     missing = [request for request in every if request not in done]
     compute_all, place = (_side_by_side, "Ray") if args.engine == "ray" else (_in_turn, _chosen(args))
-    say(f"{len(every)} cells: {len(done)} finished, {len(missing)} to compute on {place}, into {out}")
+    if every:
+        say(f"{len(every)} cells: {len(done)} finished, {len(missing)} to compute on {place}, into {out}")
     if "all" in args.artefacts:
         for line in costs.plan(wanted, done, (args.device or "cuda") if place == "Ray" else place):
             say(line)
@@ -319,9 +320,8 @@ def reproduce(args: argparse.Namespace) -> None:
             _show_finished(args, waiting, done, say)
     if args.json:
         print(json.dumps([done[request].to_json() for request in every]))
-    if next(cells(out), None) is not None:  # studies that change something, and drawings, are no part of it
-        with _needing_pictures(out, say):
-            say(f"wrote {_report(out)}")
+    with _needing_pictures(out, say):
+        say(f"wrote {_report(out)}")
     say(f"{time.perf_counter() - began:.0f} s in all")
 
 
@@ -374,7 +374,7 @@ def _comparable(args: argparse.Namespace, name: str, requests: list[Request], sa
         for dataset in PROTOCOLS
         for method in METHODS
         if dataset in datasets and artefact.takes(dataset, method)
-        for request in artefact.plan(_request(args, dataset, method), args.replicas)
+        for request in _possible(args, artefact, dataset, method)
     ]
     found = []
     for request in every:
@@ -385,6 +385,13 @@ def _comparable(args: argparse.Namespace, name: str, requests: list[Request], sa
         else:
             found += [cell] if cell is not None else []
     return found
+
+
+def _possible(args: argparse.Namespace, artefact: artefacts.Artefact, dataset: str, method: str) -> list[Request]:
+    try:
+        return artefact.plan(_request(args, dataset, method), args.replicas)
+    except UsageError:  # with these settings it cannot have been computed
+        return []
 
 
 def search(args: argparse.Namespace) -> None:
@@ -414,10 +421,16 @@ def _serve(out: Path, port: int) -> None:
     live.serve(out, port)
 
 
+OF_TRAINING = ("datasets", "methods", "replicas", "steps", "split")
+
+
 def _requests(args: argparse.Namespace, name: str) -> list[Request]:
     artefact = artefacts.ARTEFACTS[name]
-    if not artefact.methods:
-        return []  # nothing is trained
+    if not artefact.methods:  # nothing is trained
+        given = [f"--{option}" for option in OF_TRAINING if getattr(args, option) is not None]
+        if given and "all" not in args.artefacts:
+            raise UsageError(f"{name} trains nothing and has no use for {', '.join(given)}; leave that out")
+        return []
     asked = args.datasets or artefact.datasets
     datasets = artefact.every if "all" in asked else asked
     known = (*artefact.every, *artefact.trial)

@@ -420,6 +420,7 @@ class Tuner:
         """Everything needed to go on bit for bit, in plain containers. Save it beside the optimizer's."""
         past = self._estimator.past
         return {
+            "shared": self._shared(),
             "labels": self._labels(),
             "steps": self._steps,
             "skipped": self.skipped,
@@ -441,6 +442,8 @@ class Tuner:
             raise ValueError("state must come from Tuner.state_dict(), but it has other entries")
         if state["labels"] != self._labels():
             raise ValueError(f"state must be of a tuner of {self._labels()}, but it is of {state['labels']}")
+        if state["shared"] != self._shared():
+            raise ValueError("state must be of a tuner with the same tied, but other groups share a value there")
         if (state["recovery"] is None) != (self._recovery is None):
             raise ValueError("state must be of a tuner with the same guard, but one has a guard and the other has none")
         past = self._estimator.past
@@ -463,6 +466,11 @@ class Tuner:
             self._recovery.load_state_dict(state["recovery"])
         self.history = History.from_dict(state["history"])
         self._valid.load_state_dict(state["valid"])
+
+    def _shared(self) -> list[int]:
+        """Which value each entry has: tied ones the same."""
+        places = {h: place for place, h in enumerate(self._hyperparameters)}
+        return [places[entry.hyperparameter] for entry in self._entries]
 
     def _labels(self) -> list[str]:
         """Name, group and shape of everything tuned: two tuners with the same labels can exchange their states."""

@@ -220,7 +220,8 @@ class Refused(NamedTuple):
 # (feature, optimizer, curvature) that do not work; "*" stands for every curvature.
 EXCEPTIONS: dict[tuple[str, str, str], Refused] = {
     ("one value a weight", name, "*"): Refused(
-        "torch's own optimizers take numbers: `onepass.optim` has `SGD`, `Adam` and `AdamW`", "must be Number"
+        "`onepass.optim` has `SGD`, `Adam` and `AdamW`; torch's RAdam takes them as it is, its others want a number",
+        "must be Number",
     )
     for name in ("nadam", "rmsprop", "adagrad", "adamax")
 } | {

@@ -162,3 +162,19 @@ def test_state_of_another_shape() -> None:
     with pytest.raises(ValueError, match=r"state must be of a tuner of \['lr\[0\] \(\)'\], but it is of .*momentum"):
         target.load_state_dict(source.state_dict())
     assert target.values() == before
+
+
+def test_state_of_other_ties() -> None:
+    def of_two_groups(**settings: Any) -> onepass.Tuner:
+        model = mlp(3, 4, 1)
+        groups = onepass.per_tensor(model.parameters(), lr=0.1)
+        return tuner(model=model, optimizer=torch.optim.SGD(groups), **settings)
+
+    for source, target in (
+        (of_two_groups(), of_two_groups(tied=("lr",))),
+        (of_two_groups(tied=("lr",)), of_two_groups()),
+    ):
+        before = target.values()
+        with pytest.raises(ValueError, match="must be of a tuner with the same tied"):
+            target.load_state_dict(source.state_dict())
+        assert target.values() == before

@@ -151,6 +151,13 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     assert (tmp_path / "report.html").exists() and (tmp_path / "demo.png").exists()
 
 
+def test_methods_that_nobody_asked_for_do_not_matter(tmp_path: Path) -> None:
+    """Of two starts, the best of every three cannot be had."""
+    line = ["reproduce", "uci", "--datasets", "diabetes", "--methods", "random", "--replicas", "2", "--steps", "3"]
+    assert main([*line, "--out", str(tmp_path), "--quiet"]) == 0
+    assert (tmp_path / "uci.md").exists() and (tmp_path / "report.html").exists()
+
+
 # --- mistakes ---
 
 MISTAKES = [
@@ -185,6 +192,7 @@ MISTAKES = [
         "uci-yacht (to try it out, diabetes too)",
     ),
     (["run", "diabetes", "one-pass", "--out", "/dev/null/x"], "--out must be a folder that can be written to"),
+    (["reproduce", "toy", "--steps", "7"], "toy trains nothing and has no use for --steps"),
     (["report", "/nowhere"], "/nowhere"),
     ([], "required: COMMAND"),
     (["runn"], "runn"),

@@ -264,7 +264,7 @@ def test_a_wrong_file(text: str, message: str, tmp_path: Path, capsys: pytest.Ca
 OPTIONS = [
     (["--budget", "0"], "--budget: must be a whole number of at least 1, but got '0'"),
     (["--steps", "0.5"], "--steps: must be a whole number of at least 1, but got '0.5'"),
-    (["--search", "grid"], "unknown search 'grid'; did you mean random?"),
+    (["--search", "grid"], "unknown search 'grid'; known are random, asha, pbt, bayesian-optimisation"),
     (["--rule", "adan"], "unknown rule 'adan'; did you mean adam?"),
     (["--engine", "spark"], "invalid choice: 'spark'"),
     (["--address", "auto"], "--address is for --engine ray, but --engine is local; leave it out"),
