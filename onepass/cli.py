@@ -22,7 +22,7 @@ from onepass.backends import BACKENDS
 from onepass.rules import RULES
 
 try:
-    from onepass.experiments import artefacts, cluster, costs, demo, tables
+    from onepass.experiments import artefacts, asked, cluster, costs, demo, tables
     from onepass.experiments.datasets import DATASETS
     from onepass.experiments.methods import METHODS
     from onepass.experiments.protocol import PROTOCOLS, data_of, title_of
@@ -152,7 +152,7 @@ class WithCosts(argparse.HelpFormatter):
         nothing_said = dict.fromkeys(("replicas", "steps", "split", "datasets", "methods"))
         usual = argparse.Namespace(**nothing_said, seed=0, engine="local", artefacts=())
         names = artefacts.ARTEFACTS
-        lines = [f"  {name:{max(map(len, names))}}  {costs.in_short(_requests(usual, name))}" for name in names]
+        lines = [f"  {name:{max(map(len, names))}}  {costs.in_short(asked.requests_of(usual, name))}" for name in names]
         about = super()._fill_text(f"What each takes alone ({costs.MEASURED}):", width, indent)
         return "\n".join([about, *lines])
 
@@ -288,7 +288,7 @@ def show_list(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    request = _request(args, args.dataset, args.method)
+    request = asked.request_of(args, args.dataset, args.method)
     with tempfile.TemporaryDirectory() if args.out is None else nullcontext(_writable(args.out)) as folder:
         found = _computed(request, Path(folder), args)
         if args.json:
@@ -301,7 +301,7 @@ def reproduce(args: argparse.Namespace) -> None:
     if args.address is not None and args.engine != "ray":
         raise UsageError("--address is for --engine ray, but --engine is local; add --engine ray, or leave it out")
     out, began = _writable(args.out), time.perf_counter()
-    wanted = _wanted(args)
+    wanted = asked.wanted(args)
     every = list(dict.fromkeys(request for requests in wanted.values() for request in requests))
     done = {request: cell for request in every if (cell := finished(request, out)) is not None}
     say = _silent if args.quiet else _say
@@ -325,19 +325,6 @@ def reproduce(args: argparse.Namespace) -> None:
     say(f"{time.perf_counter() - began:.0f} s in all")
 
 
-def _wanted(args: argparse.Namespace) -> dict[str, list[Request]]:
-    """Artefact -> its cells. Of all artefacts, those that have any of the data sets and methods asked for."""
-    if "all" not in args.artefacts:
-        return {name: _requests(args, name) for name in args.artefacts}
-    return {name: _requests(args, name) for name in artefacts.EVERYTHING if _has_some(args, artefacts.ARTEFACTS[name])}
-
-
-def _has_some(args: argparse.Namespace, artefact: artefacts.Artefact) -> bool:
-    known, asked = (*artefact.every, *artefact.trial, "all"), args.datasets or artefact.datasets
-    drawn = not artefact.methods  # with nothing trained
-    return drawn or bool({*known} & {*asked} and {*artefact.methods} & {*(args.methods or artefact.methods)})
-
-
 def _show_finished(
     args: argparse.Namespace, waiting: dict[str, list[Request]], done: dict[Request, Cell], say: Callable[[str], None]
 ) -> None:
@@ -349,7 +336,7 @@ def _show_finished(
             artefact.show([done[request] for request in requests])
         try:
             with _needing_pictures(args.out, say):
-                for path in artefact.make(_comparable(args, name, requests, say), args.out / name):
+                for path in artefact.make(asked.comparable(args, name, requests, say), args.out / name):
                     say(f"wrote {path}")
         except UsageError as error:
             if "all" not in args.artefacts:
@@ -365,39 +352,10 @@ def _needing_pictures(out: Path, say: Callable[[str], None]) -> Iterator[None]:
         say(f"no {missing.name} for pictures: pip install 'onepass[experiments]', then onepass report {out}")
 
 
-def _comparable(args: argparse.Namespace, name: str, requests: list[Request], say: Callable[[str], None]) -> list[Cell]:
-    """What was asked for, and what was finished before with the same settings: a file must not lose rows."""
-    artefact = artefacts.ARTEFACTS[name]
-    datasets = {*artefact.every, *(request.dataset for request in requests)}
-    every = [
-        request
-        for dataset in PROTOCOLS
-        for method in METHODS
-        if dataset in datasets and artefact.takes(dataset, method)
-        for request in _possible(args, artefact, dataset, method)
-    ]
-    found = []
-    for request in every:
-        try:
-            cell = finished(request, args.out)
-        except UsageError as error:  # of another configuration, or broken: the rest is still worth a look
-            say(f"left out: {error}")
-        else:
-            found += [cell] if cell is not None else []
-    return found
-
-
-def _possible(args: argparse.Namespace, artefact: artefacts.Artefact, dataset: str, method: str) -> list[Request]:
-    try:
-        return artefact.plan(_request(args, dataset, method), args.replicas)
-    except UsageError:  # with these settings it cannot have been computed
-        return []
-
-
 def search(args: argparse.Namespace) -> None:
-    asked = command.Asked(**{field.name: getattr(args, field.name) for field in fields(command.Asked)})
+    wish = command.Asked(**{field.name: getattr(args, field.name) for field in fields(command.Asked)})
     out, device = _writable(args.out), _chosen(args)
-    command.run(asked, out, device=device, json_wanted=args.json, progress=not args.quiet)
+    command.run(wish, out, device=device, json_wanted=args.json, progress=not args.quiet)
 
 
 def write_report(args: argparse.Namespace) -> None:
@@ -419,53 +377,6 @@ def _serve(out: Path, port: int) -> None:
     from onepass.experiments import live
 
     live.serve(out, port)
-
-
-OF_TRAINING = ("datasets", "methods", "replicas", "steps", "split")
-
-
-def _requests(args: argparse.Namespace, name: str) -> list[Request]:
-    artefact = artefacts.ARTEFACTS[name]
-    if not artefact.methods:  # nothing is trained
-        given = [f"--{option}" for option in OF_TRAINING if getattr(args, option) is not None]
-        if given and "all" not in args.artefacts:
-            raise UsageError(f"{name} trains nothing and has no use for {', '.join(given)}; leave that out")
-        return []
-    asked = args.datasets or artefact.datasets
-    datasets = artefact.every if "all" in asked else asked
-    known = (*artefact.every, *artefact.trial)
-    others = [dataset for dataset in datasets if dataset not in known]
-    if others and "all" not in args.artefacts:  # which have other data sets, too
-        small = f" (to try it out, {' or '.join(artefact.trial)} too)" if artefact.trial else ""
-        raise UsageError(f"{name} has {', '.join(artefact.every)}{small}, but not {', '.join(others)}")
-    methods = [name for name in METHODS if name in (args.methods or artefact.methods) and name in artefact.methods]
-    if not methods:
-        raise UsageError(
-            f"none of {', '.join(args.methods)} is for {artefact.about}; it has {', '.join(artefact.methods)}"
-        )
-    every = [
-        (dataset, method) for dataset in PROTOCOLS if dataset in datasets and dataset in known for method in methods
-    ]
-    fitting = [_request(args, *one) for one in every if artefact.takes(*one)]
-    return [request for one in fitting for request in artefact.plan(one, args.replicas)]
-
-
-def _request(args: argparse.Namespace, dataset: str, method: str) -> Request:
-    protocol = PROTOCOLS[dataset]
-    splits = data_of(dataset).splits
-    if args.split is not None and args.split not in range(splits):
-        known = (
-            f"--split must be from 0 to {splits - 1} for {dataset}" if splits else f"{dataset} has no numbered splits"
-        )
-        raise UsageError(f"{known}, but got {args.split}")
-    row = METHODS[method]
-    usual = row.search.replicas if row.search is not None else row.replicas or protocol.replicas
-    replicas, fewest = args.replicas or usual, row.best_of
-    if replicas < fewest:
-        raise UsageError(f"{method} keeps one of {fewest} starts: --replicas must be at least that, but got {replicas}")
-    engine = "local" if row.search is None else getattr(args, "engine", "local")
-    steps = args.steps or (protocol.short_steps if row.short else protocol.steps)
-    return Request(dataset, method, replicas, steps, args.seed, args.split, engine)
 
 
 Cells = Generator[Cell, None, None]
