@@ -233,7 +233,7 @@ ARTEFACTS: dict[str, Artefact] = {
     ),
     "trajectories": study(
         "trajectories",
-        "where 50 tuned starts go, over a landscape of 500 that are not tuned; no momentum",
+        "where tuned starts go, over a landscape of those that are not; 50 and 500 starts, no momentum",
         plans.trajectories,
         WITHOUT_MOMENTUM,
     ),
@@ -251,7 +251,7 @@ ARTEFACTS: dict[str, Artefact] = {
     ),
     "sensitivity": study(
         "sensitivity",
-        "median final loss over T and i, from 1 to 10, after 400 hyper steps; 100 starts, 156 cells",
+        "median final loss over T and i, from 1 to 10; 400 hyper steps, 100 starts, 156 cells",
         plans.sensitivity,
         (plans.UNTUNED, plans.SERIES, plans.EXACT),
         _grid_files("sensitivity", _sensitivity_tables),

@@ -188,7 +188,7 @@ def _part(name: str, inside: str) -> str:
 
 
 def _caption(name: str) -> tuple[str, str]:
-    about = ARTEFACTS[name].about if name in ARTEFACTS else name
+    about = ARTEFACTS[name].about.split(";")[0] if name in ARTEFACTS else name  # without the usual size
     return CAPTIONS.get(name) or (about[:1].upper() + about[1:], "")
 
 
