@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node=2 examples/ddp.py
 """
 
 import argparse
+import gc
 from datetime import timedelta
 
 import torch
@@ -53,4 +54,6 @@ assert all(values == found[0] for values in found)
 if rank == 0:
     print(f"start: validation loss {start:.4f}, learning rate 1e-06")
     print(f"found: validation loss {end:.4f}, learning rate {found[0]['lr'][0]:.3g} on all {count} ranks")
+del tuner, optimizer, model  # gloo may abort at its end if anything still holds on to it
+gc.collect()
 distributed.destroy_process_group()

@@ -41,6 +41,8 @@ STEPS = {"lightning_digits.py": 300, "lora.py": 400, "transformers_trainer.py": 
 # Started by something else than Python alone.
 LAUNCHERS = {"ddp.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]}
 
+ABORTED = "terminate called without an active exception"  # gloo, now and then, when all is done and it is taken apart
+
 
 def run(name: str, *options: str) -> str:
     steps = str(STEPS.get(name, 600))
@@ -48,7 +50,7 @@ def run(name: str, *options: str) -> str:
     # One thread each: tests run side by side, and threads that wait for each other's cores are slow beyond belief.
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 or (name in LAUNCHERS and ABORTED in done.stderr), done.stderr
     return done.stdout
 
 
