@@ -50,8 +50,9 @@ class Block:
         if method.per_replica[1]:
             valid = selected(valid, self.members)
         watch = self.state.health is not None and bool(on_probation(self.state.health).any())
-        # In the very first steps the optimizers' states are still being made.
-        engine = self._engine if batches[0].step else Eager(method)
+        # Graphs are of states that keep their form. In the first steps, those of the optimizers are still being made,
+        # and a window goes on holding one of before.
+        engine = self._engine if batches[0].step > (method.unroll or 0) else Eager(method)
         return engine.advance(self.state, own, valid, before, watch=watch)
 
     def without_lost(self) -> list[Block]:

@@ -47,6 +47,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw per element": {"rule": "adamw", "start": {"lr": [1e-3, 1e-2, 1.0]}, "per_element": ("lr",)},
     "batch norm": {"model": normalised, "start": {"lr": [0.01, 0.05, 0.1]}, "guard": None},
     "unrolled": {"start": {"lr": [0.01, 0.05, 0.1]}, "unroll": 3, "guard": None},
+    "unrolled to the step before": {
+        "start": {"lr": [0.01, 0.05, 0.1], "momentum": 0.9},
+        "unroll": 1,
+        "interval": 1,
+        "guard": None,
+    },
     "clipped": {"start": {"lr": [0.01, 0.05, 0.1]}, "clip_norm": 0.5, "guard": None},
     "finite differences": {"start": {"lr": [0.01, 0.05, 0.1]}, "curvature": "finite-difference", "guard": None},
     "whole run": {
