@@ -15,7 +15,7 @@ from onepass.entries import Used
 from onepass.evaluation import Evaluation, trains_by_cudnn
 from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
-from onepass.linearise import Piece
+from onepass.linearise import Piece, dot
 from onepass.rules import Rule
 from onepass.scaling import LARGE_SCALE, suspiciously_short
 from onepass.sharded import curvature_for_shards
@@ -200,7 +200,7 @@ class Estimator:
         a Hessian of the full loss would be far too large.
         """
         pairs = zip(snapshot.gradients, full(), strict=True)  # one at a time: they are as large as the model
-        squares = self._summed(torch.stack([_dot(g, g), _dot(f, f), _dot(g, f)]) for g, f in pairs)
+        squares = self._summed(torch.stack([dot(g, g), dot(f, f), dot(g, f)]) for g, f in pairs)
         short, long = math.sqrt(squares[0]), math.sqrt(squares[1])
         if long == 0 or short == 0:
             return lambda cotangents: cotangents
@@ -213,15 +213,15 @@ class Estimator:
 
         def project(cotangents: Iterable[Tensor]) -> list[Tensor]:
             cotangents = list(cotangents)
-            (dot,) = self._summed(_dot(c, f).reshape(1) for c, f in zip(cotangents, full(), strict=True))
-            return [scale * (c - dot / long**2 * f) for c, f in zip(drained(cotangents), full(), strict=True)]
+            (along,) = self._summed(dot(c, f).reshape(1) for c, f in zip(cotangents, full(), strict=True))
+            return [scale * (c - along / long**2 * f) for c, f in zip(drained(cotangents), full(), strict=True)]
 
         return project
 
     def _norm(self, tensors: Sequence[Tensor]) -> float:
         if not self._ranks.shards:
             return norm(tensors)
-        return math.sqrt(self._summed(_dot(t, t).reshape(1) for t in tensors)[0])
+        return math.sqrt(self._summed(dot(t, t).reshape(1) for t in tensors)[0])
 
     def _summed(self, numbers: Iterable[Tensor]) -> list[float]:
         """Over the pieces, and over the parts of the weights that other processes have."""
@@ -272,11 +272,6 @@ def _check_rule(pieces: Sequence[Piece], snapshot: Snapshot) -> None:
 
 def _of_group(used: Sequence[Used], group: int) -> list[Used]:
     return [entry for entry in used if entry.group == group]
-
-
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    found: Tensor = (left * right).sum().double()
-    return found
 
 
 def _weights_before(snapshot: Snapshot) -> list[Tensor]:

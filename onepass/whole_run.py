@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.entries import Entry, Used
 from onepass.hyperparameters import TRANSFORMS, Hyperparameter
-from onepass.linearise import Piece
+from onepass.linearise import Piece, at_once, dot
 from onepass.sensitivity import FAR, Sensitivity, agreed, carried_by, ramp, turn
 
 Layout = list[list[str]]  # names of parameters, piece by piece
@@ -51,7 +51,7 @@ class WholeRun:
         """One step further, for the value whose turn it is.
 
         Each new sensitivity takes the place of the old, piece by piece: together they are as large as weights and
-        state. What is kept of the old is taken here: multiplied before, they would come in two copies.
+        state. The share of the old that is kept is taken here: before, it would make a copy of all.
 
         Args:
             groups: of each piece.
@@ -63,9 +63,8 @@ class WholeRun:
             return
         kept = self._kept.setdefault(name, _nothing(pieces))
         for i, (piece, group, change) in enumerate(zip(pieces, groups, changes, strict=True)):
-            before = {key: share * tensor for key, tensor in kept[i].items()}
             seeds = _seeds(name, group, used)
-            kept[i] = carried_by(piece, before, seeds, share * change, through_state=self._through_state)
+            kept[i] = _carried(piece, kept[i], share, seeds, change, through_state=self._through_state)
 
     def _turn(self, used: Sequence[Used]) -> tuple[str, float]:
         """Whose turn it is, and what is kept of its sensitivities."""
@@ -107,7 +106,7 @@ class WholeRun:
             found |= dict.fromkeys(mine.values(), torch.zeros((), dtype=torch.float64))
             for slope, one, group in zip(valid_gradient, self._kept.get(name, ()), groups, strict=False):
                 if group in mine:
-                    work = (slope * one["weights"]).sum().double()
+                    work = dot(slope, one["weights"])
                     found[mine[group]] = found[mine[group]].to(work.device) + work
         return found
 
@@ -127,6 +126,39 @@ def far_names(entries: Iterable[Used | Entry]) -> list[str]:
     """Of tuned values, those to look at through the whole run; not those with a number for every weight."""
     scalar = {entry.name: entry.hyperparameter.value.numel() == 1 for entry in entries}
     return [name for name in FAR if scalar.get(name)]
+
+
+def _carried(
+    piece: Piece, old: Sensitivity, share: float, seeds: dict[str, Tensor], change: Tensor, *, through_state: bool
+) -> Sensitivity:
+    """A part of the piece at a time, since the rule and its derivative compute many times as much on the way."""
+    every, shape = [*piece.values.values(), *seeds.values()], piece.weights.shape
+    shaped = any(isinstance(value, Tensor) and value.dim() > 0 for value in every)
+    size = max(piece.weights.numel(), 1) if shaped else at_once(piece.weights)
+    found = []
+    step = {"weights": piece.weights, "gradient": piece.gradient, "change": change}
+    for mine, state, before in zip(*(_cut(tensors, shape, size) for tensors in (step, piece.state, old)), strict=True):
+        part = piece._replace(weights=mine["weights"], gradient=mine["gradient"], state=state)
+        before = {key: share * tensor for key, tensor in before.items()}
+        found.append(carried_by(part, before, seeds, share * mine["change"], through_state=through_state))
+    return {key: _whole([one.pop(key) for one in found], shape) for key in list(found[0])}
+
+
+def _whole(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Of a number, every part has the same."""
+    if not parts[0].dim():
+        return parts[0]
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(shape)
+
+
+def _cut(tensors: Mapping[str, Any], shape: torch.Size, size: int) -> list[dict[str, Any]]:
+    """Those of this shape in parts of a size; the others, numbers, in every part."""
+    count = max(-(-shape.numel() // size), 1)
+    parts = {
+        key: value.flatten().split(size) if isinstance(value, Tensor) and value.shape == shape else [value] * count
+        for key, value in tensors.items()
+    }
+    return [{key: cut[i] for key, cut in parts.items()} for i in range(count)]
 
 
 def _nothing(pieces: Sequence[Piece]) -> list[Sensitivity]:

@@ -145,6 +145,28 @@ def two_groups(values: dict[str, Any], **settings: Any) -> onepass.TunerStep:
     return found
 
 
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "NAdam"])
+def test_a_part_at_a_time_is_the_same(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five weights, where a piece has 21; NAdam's state has a number that changes with the values too."""
+
+    def slopes() -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = getattr(torch.optim, rule)(model.parameters(), lr=0.05, weight_decay=1e-3)
+        tuner = onepass.Tuner(model, optimizer, mse, [VALID], interval=1)
+        for _ in range(8):
+            train_step(model, optimizer, TRAIN, mse)
+            tuner.step(TRAIN)
+        return [record.hypergradients for record in tuner.history]
+
+    whole = slopes()
+    for module in ("whole_run", "linearise"):
+        monkeypatch.setattr(f"onepass.{module}.at_once", lambda tensor: 5)
+    for found, expected in zip(slopes(), whole, strict=True):
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-9, abs=1e-14), name
+
+
 def test_groups_share_the_work_of_their_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has what came of it in its own weights; together, what a value for both has."""
     monkeypatch.setattr("onepass.whole_run.agreed", lambda far, near: far)
