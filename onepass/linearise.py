@@ -29,6 +29,8 @@ def at_once(tensor: Tensor) -> int:
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """In float64, a part at a time."""
     size = at_once(left)
+    if left.numel() <= size:
+        return (left * right).sum().double()
     parts = zip(left.flatten().split(size), right.flatten().split(size), strict=True)
     return torch.stack([(a * b).sum() for a, b in parts]).sum(dtype=torch.float64)
 

@@ -134,7 +134,7 @@ def _carried(
     """A part of the piece at a time, since the rule and its derivative compute many times as much on the way."""
     every, shape = [*piece.values.values(), *seeds.values()], piece.weights.shape
     shaped = any(isinstance(value, Tensor) and value.dim() > 0 for value in every)
-    size = max(piece.weights.numel(), 1) if shaped else at_once(piece.weights)
+    size = piece.weights.numel() if shaped else at_once(piece.weights)
     found = []
     step = {"weights": piece.weights, "gradient": piece.gradient, "change": change}
     for mine, state, before in zip(*(_cut(tensors, shape, size) for tensors in (step, piece.state, old)), strict=True):
@@ -146,14 +146,14 @@ def _carried(
 
 def _whole(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """Of a number, every part has the same."""
-    if not parts[0].dim():
-        return parts[0]
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(shape)
+    return torch.cat(list(parts)).view(shape) if len(parts) > 1 and parts[0].dim() else parts[0]
 
 
 def _cut(tensors: Mapping[str, Any], shape: torch.Size, size: int) -> list[dict[str, Any]]:
     """Those of this shape in parts of a size; the others, numbers, in every part."""
-    count = max(-(-shape.numel() // size), 1)
+    if shape.numel() <= size:
+        return [dict(tensors)]
+    count = -(-shape.numel() // size)
     parts = {
         key: value.flatten().split(size) if isinstance(value, Tensor) and value.shape == shape else [value] * count
         for key, value in tensors.items()
