@@ -286,10 +286,8 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "validation gradient": [(Evaluation, "validation")],
     "curvature graph": [],  # the table's functions and what they return: see `watched`
     "products": [],
-    "rule": [
-        *((Linearised, method) for method in ("__init__", "step_back", "to_values")),
-        *((WholeRun, method) for method in ("carry_on", "agreed")),
-    ],
+    "rule": [(Linearised, method) for method in ("__init__", "step_back", "to_values")],
+    "sensitivities": [(WholeRun, method) for method in ("weights", "carry_on", "agreed")],
     "series, joining, norms": [(Estimator, "hypergradients")],
     "hyper-optimizer and bookkeeping": [(onepass.Tuner, "_move")],
     "guard, random state, rest": [(onepass.Tuner, "step")],
@@ -356,6 +354,7 @@ def main() -> None:
     if args.json:
         found = {network: cost._asdict() for network, cost in costs.items()}
         about = {"torch": torch.__version__, "device": args.device, "machine": machine, "interval": INTERVAL}
+        about["threads"] = torch.get_num_threads()
         args.json.write_text(json.dumps({**about, "networks": found}, indent=1))
 
 

@@ -288,12 +288,13 @@ def _naming_first_order_kernels() -> Iterator[None]:
 
 def _refuse_first_order_kernels(outputs: Tensors) -> None:
     """Asked for zeros where nothing flows, autograd silently skips a kernel that refuses to go twice: look first."""
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(todo)
+    nodes = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
+    todo = list(nodes)
     while todo:
         node = todo.pop()
         if node.name() == "torch::autograd::Error":
             raise NoSecondDerivative("a custom function marked as once_differentiable")
-        fresh = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= fresh
-        todo += fresh
+        for before, _ in node.next_functions:
+            if before is not None and before not in nodes:
+                nodes[before] = None
+                todo.append(before)

@@ -15,7 +15,7 @@ from onepass.entries import Used
 from onepass.evaluation import Evaluation, trains_by_cudnn
 from onepass.hypergradient import look_back
 from onepass.hyperparameters import Hyperparameter
-from onepass.linearise import Piece
+from onepass.linearise import Piece, dot
 from onepass.rules import Rule
 from onepass.scaling import LARGE_SCALE, suspiciously_short
 from onepass.sharded import curvature_for_shards
@@ -115,16 +115,34 @@ class Estimator:
         if not self._rule_checked:
             self._rule_checked = True
             _check_rule(pieces, snapshot)
-        parameters, inside = snapshot.parameters, [h.value for h in extra.values()]
+        inside = [h.value for h in extra.values()]
         self._refuse_early_clipping(batch, snapshot)
         if self._lookback == 1 and not inside and self.past is None:
             return look_back(pieces, drained(valid_gradient), lookback=1)[0], []
-        old = _weights_before(snapshot)
+        if self.past is not None:
+            self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
+        along = self.past.weights(pieces, used) if self.past is not None else []
+        values, mixed, changes = self._products(batch, snapshot, pieces, valid_gradient, inside, along)
+        if self.past is not None:  # only now that the graph of the products has made room
+            self.past.carry_on(pieces, [j.group for j in snapshot.pieces], used, changes)
+        return values, mixed
+
+    def _products(
+        self,
+        batch: Any,
+        snapshot: Snapshot,
+        pieces: Sequence[Piece],
+        valid_gradient: list[Tensor],
+        inside: Sequence[Tensor],
+        along: Sequence[Tensor],
+    ) -> tuple[list[dict[str, Tensor]], list[Tensor], Iterable[Tensor]]:
+        """The series, by its pieces and by what is ``inside`` the loss; and how the gradient that the step saw changes
+        along other directions of the weights, if there are any.
+        """
+        parameters, old = snapshot.parameters, _weights_before(snapshot)
         names, twice = self._evaluation.names_of(parameters), self.curvature not in FIRST_ORDER
         if self._asked == "auto" and twice and trains_by_cudnn(self._evaluation.model):
             raise NoSecondDerivative("cuDNN's recurrent networks")
-        if self.past is not None:
-            self.past.begin_anew_unless([self._evaluation.names_of(j.parameters) for j in snapshot.pieces])
         with self._evaluation.training(batch, names, twice=twice) as loss:
             products = loss.products(self.curvature, old, inside)
             through_clipping = self._clipping(snapshot, lambda: snapshot.join(products.gradient))
@@ -132,22 +150,22 @@ class Estimator:
             def to_loss(cotangents: Sequence[Tensor]) -> list[Tensor]:
                 return _in_dtype_of(parameters, snapshot.split(through_clipping(cotangents)))
 
+            def joined(direction: list[Tensor]) -> Iterable[Tensor]:
+                return snapshot.join(drained(products.hessian(direction)))
+
             values, cotangents = look_back(
                 pieces,
                 drained(valid_gradient),
-                lambda b_g: snapshot.join(drained(products.hessian(to_loss(b_g)))),
+                lambda b_g: joined(to_loss(b_g)),
                 lookback=self._lookback,
                 through_state=self._through_state,
                 cotangents=bool(inside),
             )
-            if self.past is not None:
-
-                def forward(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-                    along = products.hessian(_in_dtype_of(parameters, snapshot.split(weights)))
-                    return through_clipping(list(snapshot.join(drained(along))))  # its derivative is symmetric
-
-                self.past.carry_on(pieces, [j.group for j in snapshot.pieces], used, forward)
-            return values, products.mixed(to_loss(cotangents)) if inside else []
+            mixed = products.mixed(to_loss(cotangents)) if inside else []
+            if not along:
+                return values, mixed, []
+            # The derivative of clipping is symmetric.
+            return values, mixed, through_clipping(joined(_in_dtype_of(parameters, snapshot.split(along))))
 
     def _piece(self, snapshot: Snapshot, index: int, used: Sequence[Used]) -> Piece:
         joined = snapshot.pieces[index]
@@ -174,37 +192,41 @@ class Estimator:
 
     def _clipping(
         self, snapshot: Snapshot, full: Callable[[], Iterable[Tensor]]
-    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    ) -> Callable[[Iterable[Tensor]], Iterable[Tensor]]:
         """How a cotangent of the gradient that the step saw goes back to the loss's gradient, by comparing the two.
 
         Parallel and shorter: clipped to a norm, whose derivative is ``c (I - ĝ ĝ')``. Parallel and longer: rescaled.
         Not parallel (other dropout masks, other batches averaged in): taken as it is, unless it is so much shorter that
         a Hessian of the full loss would be far too large.
         """
-        whole = list(full())  # as large as the model: not to be kept
-        long, short = self._norm(whole), self._norm(snapshot.gradients)
+        pairs = zip(snapshot.gradients, full(), strict=True)  # one at a time: they are as large as the model
+        squares = self._summed(torch.stack([dot(g, g), dot(f, f), dot(g, f)]) for g, f in pairs)
+        short, long = math.sqrt(squares[0]), math.sqrt(squares[1])
         if long == 0 or short == 0:
             return lambda cotangents: cotangents
         scale = short / long
-        aligned = self._dot(snapshot.gradients, whole) / (long * short)
-        parallel = aligned > 0.999
+        parallel = squares[2] / (long * short) > 0.999
         if abs(scale - 1) < 1e-3 if parallel else scale > 0.5:
             return lambda cotangents: cotangents
         if not parallel or scale > 1:
-            return lambda cotangents: [scale * c for c in cotangents]
+            return lambda cotangents: (scale * c for c in cotangents)
 
-        def project(cotangents: Sequence[Tensor]) -> list[Tensor]:
-            along = self._dot(cotangents, full()) / long**2
-            return [scale * (c - along * f) for c, f in zip(cotangents, full(), strict=True)]
+        def project(cotangents: Iterable[Tensor]) -> list[Tensor]:
+            cotangents = list(cotangents)
+            (along,) = self._summed(dot(c, f).reshape(1) for c, f in zip(cotangents, full(), strict=True))
+            return [scale * (c - along / long**2 * f) for c, f in zip(drained(cotangents), full(), strict=True)]
 
         return project
 
     def _norm(self, tensors: Sequence[Tensor]) -> float:
-        return math.sqrt(self._dot(tensors, tensors)) if self._ranks.shards else norm(tensors)
+        if not self._ranks.shards:
+            return norm(tensors)
+        return math.sqrt(self._summed(dot(t, t).reshape(1) for t in tensors)[0])
 
-    def _dot(self, left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-        products = [(a * b).sum().double().cpu() for a, b in zip(left, right, strict=True)]
-        return float(self._ranks.total([torch.stack(products).sum()])[0])
+    def _summed(self, numbers: Iterable[Tensor]) -> list[float]:
+        """Over the pieces, and over the parts of the weights that other processes have."""
+        found: list[float] = self._ranks.total([torch.stack([n.cpu() for n in numbers]).sum(0)])[0].tolist()
+        return found
 
     @property
     def fell_back(self) -> bool:

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from onepass.curvature import CURVATURES, Products, linearly
 from onepass.distributed import Ranks, unwrapped
+from onepass.recurrence import lstms_written_out
 
 LossFunction = Callable[[Any, Any], Tensor]
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -164,6 +165,7 @@ class TrainingLoss:
         self._lent.enter_context(self._evaluation.lending(dict(zip(self._names, weights, strict=True))))
         if self._twice:
             self._lent.enter_context(twice_differentiable_kernels(self._evaluation.model))
+            self._lent.enter_context(lstms_written_out(self._evaluation.model))
         return self._evaluation.training_loss(self._batch)
 
     def products(self, curvature: str, weights: Sequence[Tensor], extra: Sequence[Tensor]) -> Products:

@@ -19,6 +19,22 @@ Named = tuple[dict[str, Tensor], ...]
 KEPT = 2**20
 
 
+def at_once(tensor: Tensor) -> int:
+    """Of how many elements to compute something at once: on a CPU so many as its cache holds, on a GPU as are worth
+    launches.
+    """
+    return 2**17 if tensor.is_cpu else 2**20
+
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """In float64, a part at a time."""
+    size = at_once(left)
+    if left.numel() <= size:
+        return (left * right).sum().double()
+    parts = zip(left.flatten().split(size), right.flatten().split(size), strict=True)
+    return torch.stack([(a * b).sum() for a, b in parts]).sum(dtype=torch.float64)
+
+
 class Piece(NamedTuple):
     """One step of one tensor of weights, *before* the step: ``update(values, weights, gradient, state)``.
 

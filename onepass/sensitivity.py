@@ -58,8 +58,35 @@ def carried_on(
     [{'weights': tensor([-2.])}]
     """
     gradients = gradient([one["weights"] for one in before])
-    after = [_stepped(*parts) for parts in zip(step, before, seeds, gradients, strict=True)]
-    return after if through_state else [{"weights": one["weights"]} for one in after]
+    parts = zip(step, before, seeds, gradients, strict=True)
+    return [carried_by(*part, through_state=through_state) for part in parts]
+
+
+def carried_by(
+    piece: Piece, before: Sensitivity, seeds: Mapping[str, Tensor], gradient: Tensor, *, through_state: bool = True
+) -> Sensitivity:
+    """The same for one piece, whose training gradient changes by ``gradient``.
+
+    By forward-mode differentiation of the rule: every tensor carries along how fast it changes.
+    """
+    state = {key: value for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"}
+    # Products of a number that has no change with a tensor that has one are ten times slower than with a change of 0.
+    numbers = {n: torch.zeros_like(v) for n, v in piece.values.items() if isinstance(v, Tensor) and v.dim() == 0}
+    with forward_ad.dual_level():
+        values = {name: forward_ad.make_dual(piece.values[name], seed) for name, seed in {**numbers, **seeds}.items()}
+        weights = forward_ad.make_dual(piece.weights, before["weights"])
+        carried = {key: forward_ad.make_dual(value, before[key]) for key, value in state.items() if key in before}
+        update, after = piece.update(
+            {**piece.values, **values},
+            weights,
+            forward_ad.make_dual(piece.gradient, gradient),
+            {**piece.state, **carried},
+        )
+        changes = {"weights": before["weights"] - _change(update)}
+        if through_state:
+            tensors = {key: value for key, value in after.items() if isinstance(value, Tensor) and key != "step"}
+            changes |= {key: _change(value) for key, value in tensors.items()}
+        return changes
 
 
 def ramp(age: Any) -> Any:
@@ -83,25 +110,6 @@ def agreed(far: Tensor, near: Tensor) -> Tensor:
     helped in the past. Neither may move a value alone.
     """
     return torch.where(far * near > 0, far, torch.zeros_like(far))
-
-
-def _stepped(piece: Piece, before: Sensitivity, seeds: Mapping[str, Tensor], gradient: Tensor) -> Sensitivity:
-    """By forward-mode differentiation of the rule: every tensor carries along how fast it changes."""
-    state = {key: value for key, value in piece.state.items() if isinstance(value, Tensor) and key != "step"}
-    # Products of a number that has no change with a tensor that has one are ten times slower than with a change of 0.
-    numbers = {n: torch.zeros_like(v) for n, v in piece.values.items() if isinstance(v, Tensor) and v.dim() == 0}
-    with forward_ad.dual_level():
-        values = {name: forward_ad.make_dual(piece.values[name], seed) for name, seed in {**numbers, **seeds}.items()}
-        weights = forward_ad.make_dual(piece.weights, before["weights"])
-        carried = {key: forward_ad.make_dual(value, before[key]) for key, value in state.items() if key in before}
-        update, after = piece.update(
-            {**piece.values, **values},
-            weights,
-            forward_ad.make_dual(piece.gradient, gradient),
-            {**piece.state, **carried},
-        )
-        tensors = {key: value for key, value in after.items() if isinstance(value, Tensor) and key != "step"}
-        return {key: _change(value) for key, value in {"weights": weights - update, **tensors}.items()}
 
 
 def _change(value: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Snapshot:
         rest = iter(tensors)
         return (_join([next(rest) for _ in piece.parameters]) for piece in self.pieces)
 
-    def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
+    def split(self, joined: Iterable[Tensor]) -> list[Tensor]:
         """The reverse of ``join``, as views."""
         return [view for piece, tensor in zip(self.pieces, joined, strict=True) for view in piece.views(tensor)]
 

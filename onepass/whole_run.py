@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onepass.entries import Entry, Used
 from onepass.hyperparameters import TRANSFORMS, Hyperparameter
-from onepass.linearise import Piece
-from onepass.sensitivity import FAR, Product, Sensitivity, agreed, carried_on, ramp, turn
+from onepass.linearise import Piece, at_once, dot
+from onepass.sensitivity import FAR, Sensitivity, agreed, carried_by, ramp, turn
 
 Layout = list[list[str]]  # names of parameters, piece by piece
 Total = Callable[[Sequence[Tensor]], list[Tensor]]  # of sums over the weights of this process, over all
@@ -37,25 +37,40 @@ class WholeRun:
         self._turns = 0
 
     @torch.no_grad()
-    def carry_on(self, pieces: Sequence[Piece], groups: Sequence[int], used: Sequence[Used], gradient: Product) -> None:
+    def weights(self, pieces: Sequence[Piece], used: Sequence[Used]) -> list[Tensor]:
+        """How the weights before the step differ for the value whose turn it is, one a piece; or none, for no value."""
+        for name, kept in self._kept.items():  # a checkpoint may have come by way of another device
+            self._kept[name] = [_beside(piece, one) for piece, one in zip(pieces, kept, strict=True)]
+        name, _ = self._turn(used)
+        return [one["weights"] for one in self._kept.get(name) or _nothing(pieces)] if name else []
+
+    @torch.no_grad()
+    def carry_on(
+        self, pieces: Sequence[Piece], groups: Sequence[int], used: Sequence[Used], changes: Iterable[Tensor]
+    ) -> None:
         """One step further, for the value whose turn it is.
+
+        Each new sensitivity takes the place of the old, piece by piece: together they are as large as weights and
+        state. The share of the old that is kept is taken here: before, it would make a copy of all.
 
         Args:
             groups: of each piece.
-            gradient: as ``sensitivity.carried_on`` takes it.
+            changes: of the training gradients that the step saw, along ``weights``.
         """
-        for name, kept in self._kept.items():  # a checkpoint may have come by way of another device
-            self._kept[name] = [_beside(piece, one) for piece, one in zip(pieces, kept, strict=True)]
-        names = far_names(used)
-        for place, name in enumerate(names):
-            mine, earlier = turn(self._turns, place, len(names))
-            if mine:
-                old = self._kept.get(name) or [{"weights": torch.zeros_like(piece.weights)} for piece in pieces]
-                before = [{key: ramp(earlier) * tensor for key, tensor in one.items()} for one in old]
-                seeds = [_seeds(name, group, used) for group in groups]
-                found = carried_on(pieces, before, seeds, gradient, through_state=self._through_state)
-                self._kept[name] = found  # only now: a kernel may have refused in between
+        name, share = self._turn(used)
         self._turns += 1
+        if not name:
+            return
+        kept = self._kept.setdefault(name, _nothing(pieces))
+        for i, (piece, group, change) in enumerate(zip(pieces, groups, changes, strict=True)):
+            seeds = _seeds(name, group, used)
+            kept[i] = _carried(piece, kept[i], share, seeds, change, through_state=self._through_state)
+
+    def _turn(self, used: Sequence[Used]) -> tuple[str, float]:
+        """Whose turn it is, and what is kept of its sensitivities."""
+        names = far_names(used)
+        turns = [(name, turn(self._turns, place, len(names))) for place, name in enumerate(names)]
+        return next(((name, ramp(earlier)) for name, (mine, earlier) in turns if mine), ("", 0.0))
 
     def begin_anew_unless(self, layout: Layout) -> None:
         if layout != self._layout:
@@ -71,23 +86,33 @@ class WholeRun:
         used: Sequence[Used],
     ) -> dict[Hyperparameter, Tensor]:
         """The derivatives of the look-back series, in natural units, replaced by those through the whole run."""
-        result = dict(near)
+        found = self._far(valid_gradient, groups, used)
+        if not found:
+            return dict(near)
+        slopes = torch.stack([_slope(h).reshape(()).cpu() for h in found])
+        far = torch.stack([slope.cpu() for slope in self._total(list(found.values()))]) / slopes
+        both = agreed(far, torch.stack([near[h].detach().reshape(()).double().cpu() for h in found]))
+        # What is not finite must be seen by whoever takes the step.
+        taken = torch.where(far.isfinite(), both, far)
+        return {**near, **{h: one.to(near[h]).reshape(near[h].shape) for h, one in zip(found, taken, strict=True)}}
+
+    def _far(
+        self, valid_gradient: Sequence[Tensor], groups: Sequence[int], used: Sequence[Used]
+    ) -> dict[Hyperparameter, Tensor]:
+        """What the change of each raw value has done to the validation loss, in the weights of this process."""
+        found: dict[Hyperparameter, Tensor] = {}
         for name in far_names(used):
             mine = {entry.group: entry.hyperparameter for entry in used if entry.name == name}
-            kept = self._kept.get(name)
-            far = dict.fromkeys(mine.values(), torch.zeros((), dtype=torch.float64))
-            for i, group in enumerate(groups if kept else ()):
-                if kept and group in mine:
-                    work = (valid_gradient[i] * kept[i]["weights"]).sum().double()
-                    far[mine[group]] = far[mine[group]].to(work.device) + work
-            for h, slope in zip(far, self._total(list(far.values())), strict=True):
-                natural = (slope / _slope(h).to(slope.device)).to(near[h]).reshape(near[h].shape)
-                # What is not finite must be seen by whoever takes the step.
-                result[h] = agreed(natural, near[h]) if bool(natural.isfinite()) else natural
-        return result
+            found |= dict.fromkeys(mine.values(), torch.zeros((), dtype=torch.float64))
+            for slope, one, group in zip(valid_gradient, self._kept.get(name, ()), groups, strict=False):
+                if group in mine:
+                    work = dot(slope, one["weights"])
+                    found[mine[group]] = found[mine[group]].to(work.device) + work
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": self._kept, "layout": self._layout, "turns": self._turns}
+        kept = {name: list(pieces) for name, pieces in self._kept.items()}  # whose places new ones take
+        return {"kept": kept, "layout": self._layout, "turns": self._turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = {
@@ -101,6 +126,43 @@ def far_names(entries: Iterable[Used | Entry]) -> list[str]:
     """Of tuned values, those to look at through the whole run; not those with a number for every weight."""
     scalar = {entry.name: entry.hyperparameter.value.numel() == 1 for entry in entries}
     return [name for name in FAR if scalar.get(name)]
+
+
+def _carried(
+    piece: Piece, old: Sensitivity, share: float, seeds: dict[str, Tensor], change: Tensor, *, through_state: bool
+) -> Sensitivity:
+    """A part of the piece at a time, since the rule and its derivative compute many times as much on the way."""
+    every, shape = [*piece.values.values(), *seeds.values()], piece.weights.shape
+    shaped = any(isinstance(value, Tensor) and value.dim() > 0 for value in every)
+    size = piece.weights.numel() if shaped else at_once(piece.weights)
+    found = []
+    step = {"weights": piece.weights, "gradient": piece.gradient, "change": change}
+    for mine, state, before in zip(*(_cut(tensors, shape, size) for tensors in (step, piece.state, old)), strict=True):
+        part = piece._replace(weights=mine["weights"], gradient=mine["gradient"], state=state)
+        before = {key: share * tensor for key, tensor in before.items()}
+        found.append(carried_by(part, before, seeds, share * mine["change"], through_state=through_state))
+    return {key: _whole([one.pop(key) for one in found], shape) for key in list(found[0])}
+
+
+def _whole(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Of a number, every part has the same."""
+    return torch.cat(list(parts)).view(shape) if len(parts) > 1 and parts[0].dim() else parts[0]
+
+
+def _cut(tensors: Mapping[str, Any], shape: torch.Size, size: int) -> list[dict[str, Any]]:
+    """Those of this shape in parts of a size; the others, numbers, in every part."""
+    if shape.numel() <= size:
+        return [dict(tensors)]
+    count = -(-shape.numel() // size)
+    parts = {
+        key: value.flatten().split(size) if isinstance(value, Tensor) and value.shape == shape else [value] * count
+        for key, value in tensors.items()
+    }
+    return [{key: cut[i] for key, cut in parts.items()} for i in range(count)]
+
+
+def _nothing(pieces: Sequence[Piece]) -> list[Sensitivity]:
+    return [{"weights": torch.zeros_like(piece.weights)} for piece in pieces]
 
 
 def _beside(piece: Piece, one: Sensitivity) -> Sensitivity:

@@ -25,6 +25,7 @@ LAYERS = [
         "starts",
         "memory",
         "operations",
+        "recurrence",
         "checkpoint",
         "progress",
         "stopwatch",

@@ -26,6 +26,19 @@ def test_memory() -> None:
     assert 1.9 < float(done.stdout) < 2.1  # the guard's point: weights and momentum
 
 
+def test_memory_of_the_default_at_its_highest() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import memory;"
+        "print(*(memory.extra('cpu', optimizer, None, True).highest for optimizer in ('SGD', 'Adam')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    # Sensitivities of weights and state for each of three values; weights, gradient and state before the step; the
+    # validation gradient; the training gradient with its graph, and what comes out of the Hessian product, in whose
+    # place the guard's old point was before. That makes 6 + 3 + 1 + 2 for SGD, and 9 + 4 + 1 + 3 for Adam.
+    sgd, adam = map(float, done.stdout.split())
+    assert 11.5 < sgd < 12.5 and 16.5 < adam < 17.5
+
+
 def test_memory_at_its_highest() -> None:
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); import memory;print(memory.extra('cpu', 'SGD', 5, True).highest)"

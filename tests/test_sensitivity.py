@@ -99,7 +99,7 @@ def test_values_take_turns() -> None:
     used = [Used(0, name, Hyperparameter(0.1, "identity", name=name), torch.tensor(0.1), 1.0) for name in names]
     run = WholeRun(through_state=True)
     for step in pieces:
-        run.carry_on(step, groups, used, problem.product)
+        run.carry_on(step, groups, used, problem.product(run.weights(step, used)))
     for place, name in enumerate(name for name in FAR if name in names):
         found: Sensitivity = {"weights": torch.zeros_like(problem.start)}
         for age, step in enumerate(pieces[place :: len(names)]):
@@ -107,6 +107,28 @@ def test_values_take_turns() -> None:
             (found,) = carried_on(step, [before], [{name: torch.tensor(1.0)}], problem.product)
         for key, expected in found.items():
             torch.testing.assert_close(run.state_dict()["kept"][name][0][key], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_saved_state_stays_as_it_was() -> None:
+    """New sensitivities take the places of the old, but not in what has been saved."""
+    case, problem = CASES["sgd"], Quadratic()
+    pieces, _ = record(case, problem, 2)
+    used = [Used(0, "lr", Hyperparameter(0.1, name="lr"), torch.tensor(0.1), 1.0)]
+    run, nowhere = WholeRun(through_state=True), [torch.zeros_like(problem.start)]
+    run.carry_on(pieces[0], [0], used, nowhere)
+    saved = run.state_dict()["kept"]["lr"]
+    before = saved[0]["weights"].clone()
+    run.carry_on(pieces[1], [0], used, nowhere)
+    assert torch.equal(saved[0]["weights"], before)
+    assert not torch.equal(run.weights(pieces[1], used)[0], before)
+
+
+def test_without_a_value_nothing_is_asked_for() -> None:
+    pieces, _ = record(CASES["sgd"], Quadratic(), 1)
+    run = WholeRun(through_state=True)
+    assert run.weights(pieces[0], []) == []
+    run.carry_on(pieces[0], [0], [], [])
+    assert run.state_dict()["turns"] == 1
 
 
 def two_groups(values: dict[str, Any], **settings: Any) -> onepass.TunerStep:
@@ -121,6 +143,28 @@ def two_groups(values: dict[str, Any], **settings: Any) -> onepass.TunerStep:
         found = tuner.step(TRAIN)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("rule", ["SGD", "Adam", "NAdam"])
+def test_a_part_at_a_time_is_the_same(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five weights, where a piece has 21; NAdam's state has a number that changes with the values too."""
+
+    def slopes() -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = getattr(torch.optim, rule)(model.parameters(), lr=0.05, weight_decay=1e-3)
+        tuner = onepass.Tuner(model, optimizer, mse, [VALID], interval=1)
+        for _ in range(8):
+            train_step(model, optimizer, TRAIN, mse)
+            tuner.step(TRAIN)
+        return [record.hypergradients for record in tuner.history]
+
+    whole = slopes()
+    for module in ("whole_run", "linearise"):
+        monkeypatch.setattr(f"onepass.{module}.at_once", lambda tensor: 5)
+    for found, expected in zip(slopes(), whole, strict=True):
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-9, abs=1e-14), name
 
 
 def test_groups_share_the_work_of_their_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onepass.experiments.recurrence import recurrence
+from onepass.recurrence import recurrence
 
 
 def mlp(inputs: int, hidden: int, outputs: int, *, batch_norm: bool = False) -> nn.Module:
