@@ -18,8 +18,8 @@ from onepass.hypergradient import look_back, unrolled
 from onepass.hyperparameters import TRANSFORMS
 from onepass.linearise import Piece
 from onepass.method import Method, Taken, copied, gradient
-from onepass.replicas import Named, Record, State, Weights, chosen, completed, forgotten
-from onepass.sensitivity import agreed, carried_on, ramp, turn
+from onepass.replicas import Named, Record, State, Weights, chosen, completed, forgotten, mapped
+from onepass.sensitivity import agreed, carried_on, fading, ramp, turn
 from onepass.watch import judged, sent_back
 
 RowProduct = Callable[[Tensor], Tensor]
@@ -116,7 +116,7 @@ def hyper_step(method: Method, state: State, values: Named, taken: Sequence[Take
         state = forgotten(state, ~finite)
         slopes = {name: agreed(far[name], near) if name in far else near for name, near in slopes.items()}
     with torch.no_grad():
-        state = _moved(method, state, slopes, finite & ~back)
+        state = _faded(method, state, _moved(method, state, slopes, finite & ~back))
         state = sent_back(method, state, back, again)
         taken_from = {name: chosen(back, torch.full_like(slope, torch.nan), slope) for name, slope in slopes.items()}
         return state, _record(method, state, loss, taken_from, back.long(), (~finite & ~back).long())
@@ -160,6 +160,14 @@ def _carried_on(method: Method, state: State, piece: Piece, products: StepProduc
         for name, old in every.items()
     }
     return state._replace(sensitivities=found, age=state.age + 1)
+
+
+def _faded(method: Method, before: State, state: State) -> State:
+    """With less of the sensitivities, where the learning rate has come down."""
+    if "lr" not in method.tune or not state.sensitivities:
+        return state
+    kept = fading(method.natural(state, "lr"), method.natural(before, "lr")).to(method.stack.dtype)
+    return state._replace(sensitivities=mapped(lambda tensor: kept * tensor, state.sensitivities))
 
 
 def _far(state: State, name: str, valid_gradient: Tensor) -> Tensor:

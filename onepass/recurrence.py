@@ -174,8 +174,8 @@ def lstms_written_out(model: nn.Module) -> Iterator[None]:
 
 
 def written_out(module: nn.LSTM, x: Any, state: Any = None) -> Any:
-    """What ``module(x, state)`` returns. Packed or single sequences, autocast and forward mode are left to torch, and so
-    are GPUs, which have one kernel for all of a time step but its matrix product.
+    """What ``module(x, state)`` returns. Packed or single sequences, autocast and forward mode are left to torch, and
+    so are GPUs, which have one kernel for all of a time step but its matrix product.
     """
     usual = isinstance(x, Tensor) and x.dim() == 3 and x.is_cpu and x.dtype in (torch.float32, torch.float64)
     if not usual or not x.numel() or torch.is_autocast_enabled("cpu") or forward_ad._current_level >= 0:

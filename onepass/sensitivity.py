@@ -94,6 +94,18 @@ def ramp(age: Any) -> Any:
     return age / (age + 1)
 
 
+def fading(rate: Tensor, before: Tensor) -> Tensor:
+    """What is kept of the sensitivities where the learning rate has come down: as much less.
+
+    A change at a higher rate has done more than one could do now. With nothing faded, a run whose rate has fallen would
+    blame its past for whatever is wrong, lower the rate for it, and move less and less, with the same past to blame.
+
+    >>> fading(torch.tensor([0.1, 0.3]), torch.tensor(0.2))
+    tensor([0.5000, 1.0000])
+    """
+    return torch.where(rate < before, rate / before, torch.ones_like(rate))
+
+
 def turn(hyper_steps: Any, place: int, values: int) -> tuple[Any, Any]:
     """Whether a hyper step is the turn of the value in this place, and how many turns it has had before.
 

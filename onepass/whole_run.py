@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.entries import Entry, Used
 from onepass.hyperparameters import TRANSFORMS, Hyperparameter
 from onepass.linearise import Piece, at_once, dot
-from onepass.sensitivity import FAR, Sensitivity, agreed, carried_by, ramp, turn
+from onepass.sensitivity import FAR, Sensitivity, agreed, carried_by, fading, ramp, turn
 
 Layout = list[list[str]]  # names of parameters, piece by piece
 Total = Callable[[Sequence[Tensor]], list[Tensor]]  # of sums over the weights of this process, over all
@@ -35,6 +35,9 @@ class WholeRun:
         """The run went back, or something was not finite: its past says nothing about how it goes on."""
         self._kept: dict[str, list[Sensitivity]] = {}
         self._turns = 0
+        # One a piece: learning rates at the last hyper step, and what has faded of a value's past since its turn.
+        self._rates: Tensor | None = None
+        self._faded: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def weights(self, pieces: Sequence[Piece], used: Sequence[Used]) -> list[Tensor]:
@@ -57,14 +60,28 @@ class WholeRun:
             groups: of each piece.
             changes: of the training gradients that the step saw, along ``weights``.
         """
+        self._fade(pieces)
         name, share = self._turn(used)
         self._turns += 1
         if not name:
             return
-        kept = self._kept.setdefault(name, _nothing(pieces))
+        kept, left = self._kept.setdefault(name, _nothing(pieces)), self._left(name, len(pieces))
         for i, (piece, group, change) in enumerate(zip(pieces, groups, changes, strict=True)):
-            seeds = _seeds(name, group, used)
-            kept[i] = _carried(piece, kept[i], share, seeds, change, through_state=self._through_state)
+            seeds, mine = _seeds(name, group, used), share * left[i]
+            kept[i] = _carried(piece, kept[i], mine, seeds, change, through_state=self._through_state)
+        self._faded.pop(name, None)
+
+    def _fade(self, pieces: Sequence[Piece]) -> None:
+        """Not the sensitivities, which are large, but a number beside them."""
+        rates = torch.tensor([float(piece.values.get("lr", 1.0)) for piece in pieces], dtype=torch.float64)
+        if self._rates is not None:
+            less = fading(rates, self._rates)
+            self._faded = {name: self._faded.get(name, 1.0) * less for name in self._kept}
+        self._rates = rates
+
+    def _left(self, name: str, pieces: int) -> list[float]:
+        """What of a value's past still counts, piece by piece."""
+        return self._faded[name].tolist() if name in self._faded else [1.0] * pieces
 
     def _turn(self, used: Sequence[Used]) -> tuple[str, float]:
         """Whose turn it is, and what is kept of its sensitivities."""
@@ -104,15 +121,17 @@ class WholeRun:
         for name in far_names(used):
             mine = {entry.group: entry.hyperparameter for entry in used if entry.name == name}
             found |= dict.fromkeys(mine.values(), torch.zeros((), dtype=torch.float64))
-            for slope, one, group in zip(valid_gradient, self._kept.get(name, ()), groups, strict=False):
+            kept = self._kept.get(name, ())
+            for slope, one, left, group in zip(valid_gradient, kept, self._left(name, len(kept)), groups, strict=False):
                 if group in mine:
-                    work = dot(slope, one["weights"])
+                    work = left * dot(slope, one["weights"])
                     found[mine[group]] = found[mine[group]].to(work.device) + work
         return found
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: list(pieces) for name, pieces in self._kept.items()}  # whose places new ones take
-        return {"kept": kept, "layout": self._layout, "turns": self._turns}
+        fading = {"rates": self._rates, "faded": dict(self._faded)}
+        return {"kept": kept, "layout": self._layout, "turns": self._turns, **fading}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = {
@@ -120,6 +139,7 @@ class WholeRun:
             for name, pieces in state["kept"].items()
         }
         self._layout, self._turns = state["layout"], state["turns"]
+        self._rates, self._faded = state["rates"], dict(state["faded"])
 
 
 def far_names(entries: Iterable[Used | Entry]) -> list[str]:

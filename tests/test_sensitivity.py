@@ -131,6 +131,23 @@ def test_without_a_value_nothing_is_asked_for() -> None:
     assert run.state_dict()["turns"] == 1
 
 
+def test_less_is_left_of_the_past_where_the_learning_rate_has_come_down() -> None:
+    """As much less; a rise brings nothing back. Between the turns of a value too."""
+    case, problem = CASES["sgd"], Quadratic()
+    pieces, end = record(case, problem, 5)
+    rates = [0.1, 0.05, 0.2, 0.1, 0.02]
+    used = [Used(0, n, Hyperparameter(0.1, "identity", name=n), torch.tensor(0.1), 1.0) for n in ("lr", "momentum")]
+    run, found = WholeRun(through_state=True), {"weights": torch.zeros_like(end)}
+    for k, (step, rate) in enumerate(zip(pieces, rates, strict=True)):
+        at = [step[0]._replace(values={**step[0].values, "lr": torch.tensor(rate)})]
+        run.carry_on(at, [0], used, problem.product(run.weights(at, used)))
+        if k % 2 == 0:  # the turn of lr; 0.1, 0.2 and 0.02 by way of 0.05 and 0.1
+            left = {0: 1.0, 2: 0.5, 4: 0.5 * 0.2}[k]
+            before = {key: ramp(k // 2) * left * tensor for key, tensor in found.items()}
+            (found,) = carried_on(at, [before], [{"lr": torch.tensor(1.0)}], problem.product)
+    torch.testing.assert_close(run.state_dict()["kept"]["lr"][0], found, rtol=1e-12, atol=1e-14)
+
+
 def two_groups(values: dict[str, Any], **settings: Any) -> onepass.TunerStep:
     """The sixth hyper step of a small network, with a param group for each layer."""
     torch.manual_seed(0)
