@@ -25,6 +25,7 @@ LAYERS = [
         "starts",
         "memory",
         "operations",
+        "precision",
         "checkpoint",
         "progress",
         "stopwatch",
