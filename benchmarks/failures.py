@@ -6,6 +6,7 @@ python benchmarks/failures.py [NAME ...] [--steps 1500] [--seeds 3]      each ta
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -137,25 +138,62 @@ def learnt_by_heart(steps: int, seed: int) -> list[str]:
 
 
 def kinks(steps: int, seed: int) -> list[str]:
-    """Of the product with the gradient in float32: the cosine of the finite difference with the exact one."""
+    """Of the product with the gradient: the cosine of the finite difference with the exact one."""
     lines = []
-    cases: dict[str, list[nn.Module]] = {"tanh": [nn.Tanh()], "ReLU and batch norm": [nn.BatchNorm1d(64), nn.ReLU()]}
-    for name, between in cases.items():
+    networks: dict[str, list[nn.Module]] = {"tanh": [nn.Tanh()], "ReLU and batch norm": [nn.BatchNorm1d(64), nn.ReLU()]}
+    for name, narrow in itertools.product(networks, (False, True)):
+        between = networks[name]
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), *between, nn.Linear(64, 64), *between, nn.Linear(64, 10))
         names = [name for name, _ in model.named_parameters()]
         weights = [p.detach().requires_grad_() for p in model.parameters()]
 
-        def loss(given: Any, model: nn.Module = model, names: list[str] = names) -> Tensor:
-            outputs = torch.func.functional_call(model, dict(zip(names, given, strict=True)), (images[:64],))
-            return F.cross_entropy(outputs, labels[:64])
+        def loss(given: Any, model: nn.Module = model, names: list[str] = names, narrow: bool = narrow) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                outputs = torch.func.functional_call(model, dict(zip(names, given, strict=True)), (images[:64],))
+            return F.cross_entropy(outputs.float(), labels[:64])
 
         along = exact(loss, weights).gradient
         right, quick = (
             torch.cat([x.flatten() for x in kind(loss, weights).hessian(along)]) for kind in (exact, finite_difference)
         )
-        lines.append(f"{name}: cosine {float(F.cosine_similarity(right, quick, dim=0)):.3f}")
+        precision = "bf16" if narrow else "float32"
+        lines.append(f"{name}, {precision}: cosine {float(F.cosine_similarity(right, quick, dim=0)):.3f}")
     return lines
+
+
+def wide_steps(steps: int, seed: int) -> list[str]:
+    """In bf16, with AdamW: hypergradients by finite differences beside the exact ones, over 30 steps."""
+
+    def slopes(curvature: str, between: type[nn.Module], settings: dict[str, Any]) -> Tensor:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), between(), nn.Linear(64, 64), between(), nn.Linear(64, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        tuner = onepass.Tuner(model, optimizer, in_bf16, valid=[valid], interval=2, curvature=curvature, **settings)
+        for i in range(30):
+            batch = images[40 * i : 40 * i + 40], labels[40 * i : 40 * i + 40]
+            optimizer.zero_grad()
+            in_bf16(model, batch).backward()
+            optimizer.step()
+            tuner.step(batch)
+        return torch.tensor([slope for r in tuner.history for each in r.hypergradients.values() for slope in each])
+
+    lines = []
+    for title, between, settings in (
+        ("tanh, lookback=5", nn.Tanh, {"lookback": 5}),
+        ("ReLU, lookback=5", nn.ReLU, {"lookback": 5}),
+        ("tanh, whole run", nn.Tanh, {}),
+        ("ReLU, whole run", nn.ReLU, {}),
+    ):
+        right, quick = (slopes(curvature, between, settings) for curvature in ("exact", "finite-difference"))
+        lines.append(f"{title}: off by {float((quick - right).norm() / right.norm()):.1%}")
+    return lines
+
+
+def in_bf16(model: Any, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(batch[0])
+    return F.cross_entropy(outputs.float(), batch[1])
 
 
 FAILURES: dict[str, Callable[[int, int], list[str]]] = {
@@ -167,6 +205,7 @@ FAILURES: dict[str, Callable[[int, int], list[str]]] = {
     "long-after-convergence": long_after_convergence,
     "learnt-by-heart": learnt_by_heart,
     "kinks": kinks,
+    "wide-steps": wide_steps,
 }
 
 

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from onepass.curvature import FIRST_ORDER, full_precision
+from onepass.curvature import FIRST_ORDER
 from onepass.interval import Steps, advance, hyper_step, plain_step
 from onepass.method import Method, Taken
 from onepass.operations import form_of, open_thin_products, recorded, simplify
+from onepass.precision import full_precision
 from onepass.replicas import Named, Record, State, Weights, leaves, mapped, rebuilt
 from onepass.watch import probation
 from onepass.workers import Gate

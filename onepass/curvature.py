@@ -8,7 +8,7 @@ inside the loss (often none), and returns ``Products``. Costs are in gradients o
 | exact | double backward over a kept graph | about 2 |
 | forward | forward-mode over reverse | about 2 |
 | gauss-newton | Jacobian products around the loss's own Hessian; never negative curvature | about 1.3 |
-| finite-difference | difference of two gradients; any kernel, first derivatives only | 1 |
+| finite-difference | difference of two gradients; any kernel, first derivatives only | 1; 2 in low precision |
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from onepass.precision import Coarsest, full_precision
 
 Tensors = Sequence[Tensor]
 
@@ -127,23 +129,34 @@ def finite_difference(
     Exact to about 3 digits in float32 where the loss is smooth; ReLU with batch norm is not (kinks dominate). Not in
     TF32, whatever is set for training.
 
+    Where the loss rounds to bfloat16 or float16 on its way, such a step is lost in the rounding. There it is a wide one
+    in both directions, ``w + εv`` and ``w - εv`` with ``ε = ∛(machine epsilon) / 2 size(v, w)``: exact to about 2
+    digits, for one gradient more.
+
     ``size``: of such tensors beside the weights; by default ``relative_size``. ``gradient``: of the loss at other
     weights, by them and by ``extra``; by default, as autograd finds it.
     """
     size, gradient = size or relative_size, gradient or (lambda at: _grad(loss(at), [*at, *extra]))
-    with full_precision():
+    with full_precision(), Coarsest([*weights, *extra]) as seen:
         here = gradient(weights)
-    step = 3 * max(torch.finfo(w.dtype).eps for w in (*weights, *extra)) ** 0.5
+    wide = seen.epsilon > torch.finfo(torch.float32).eps
+    step = seen.epsilon ** (1 / 3) / 2 if wide else 3 * seen.epsilon**0.5
 
     @torch.enable_grad()
     @full_precision()
     def along(v: Tensors) -> list[Tensor]:
         far = size(v, weights)
         epsilon = step / (far + (far == 0))  # along nothing: a step of nothing, and a product of nothing
-        moved = [(w.detach() + epsilon * d).requires_grad_() for w, d in zip(weights, v, strict=True)]
-        there = gradient(moved)
-        for i, a in enumerate(here):  # in their list, so that the gradient makes room for the product
-            there[i] = (there[i] - a) * (far / step)
+
+        def gradient_at(distance: Any) -> list[Tensor]:
+            return gradient([(w.detach() + distance * d).requires_grad_() for w, d in zip(weights, v, strict=True)])
+
+        there = gradient_at(epsilon)
+        other, apart = (gradient_at(-epsilon), 2 * step) if wide else (here, step)
+        for i, a in enumerate(other):  # in their list, so that the gradient makes room for the product
+            there[i] = (there[i] - a) * (far / apart)
+            if wide:  # so far off, dead units wake up; what they say, Adam would divide by nothing but its eps
+                there[i] = there[i].where(here[i] != 0, 0)
         return there
 
     n = len(weights)
@@ -179,33 +192,6 @@ def relative_row_size(lengths: Sequence[int]) -> Callable[[Tensors, Tensors], Te
 def _ratio(direction: Tensor, weights: Tensor, count: int) -> Tensor:
     """Of root mean squares, from norms. Tensors that are zero still, such as biases, count as 0.01."""
     return direction / (weights + 0.01 * math.sqrt(count))
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """float32 proper: in TF32, a GPU rounds the steps of finite differences away. What the user has set comes back."""
-    switches = _precision_switches()
-    kept = [getattr(owner, name) for owner, name, _ in switches]
-    try:
-        for owner, name, value in switches:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for (owner, name, _), value in zip(switches, kept, strict=True):
-            setattr(owner, name, value)
-
-
-def _precision_switches() -> list[tuple[Any, str, Any]]:
-    """Where to write what for full precision. torch has two kinds of switches, and refuses those not in use."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    old: list[tuple[Any, str, Any]] = [(cuda, "allow_tf32", False), (cudnn, "allow_tf32", False)]
-    try:
-        for owner, name, _ in old:
-            getattr(owner, name)
-    except RuntimeError:
-        recent = (cuda, *(getattr(cudnn, kind) for kind in ("conv", "rnn")))
-        return [(owner, "fp32_precision", "ieee") for owner in recent]
-    return old
 
 
 def linearly(change: Callable[[Tensors], list[Tensor]], products: Products) -> Products:

@@ -211,10 +211,10 @@ TOLERANCES = {"bf16 weights": 5e-3, "bf16 autocast": 1e-4}
 
 
 class Refused(NamedTuple):
-    """``error``: what is raised says this; ``None`` where the numbers are there, and wrong."""
+    """``error``: what is raised says this."""
 
     why: str
-    error: str | None
+    error: str
 
 
 # (feature, optimizer, curvature) that do not work; "*" stands for every curvature.
@@ -224,11 +224,6 @@ EXCEPTIONS: dict[tuple[str, str, str], Refused] = {
         "must be Number",
     )
     for name in ("nadam", "rmsprop", "adagrad", "adamax")
-} | {
-    ("bf16 autocast", name, "finite-difference"): Refused(
-        "the rounding of bf16 is larger than the differences: products are mostly noise. `exact`, or `lookback=1`", None
-    )
-    for name in RULES
 }
 
 FRAMEWORKS = {"Lightning": "lightning", "the `Trainer` of Transformers": "transformers", "Accelerate": "accelerate"}
@@ -258,7 +253,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_sharded.py::test_half_the_batch_and_half_the_model_on_each_of_two_ranks",
     ),
     "fp16 with `GradScaler`, bf16, fused optimizers": (
-        "SGD, AdamW: `exact`, `lookback=1`, through the whole run; steps that a scaler leaves out are not tuned on",
+        "SGD, AdamW: `exact`, `finite-difference`, `lookback=1`, through the whole run; no tuning on steps left out",
         "tests/test_amp.py::test_near_float32",
     ),
     "compiled models, parts and losses": (
@@ -289,6 +284,12 @@ def hypergradients(feature: str, optimizer: str, curvature: str) -> dict[str, li
     run = Run(CLASSES[optimizer], {"lr": 0.01, "weight_decay": 0.01, **momentum})
     FEATURES[feature](run)
     return run.hypergradients(curvature)
+
+
+def tolerance(feature: str, curvature: str) -> tuple[float, float]:
+    """Relative and absolute. Differences of what has three digits have two, of small slopes beside large ones fewer."""
+    rough = feature in TOLERANCES and curvature == "finite-difference"
+    return (2e-2, 1e-4) if rough else (TOLERANCES.get(feature, 1e-6), 1e-14)
 
 
 def refused(feature: str, optimizer: str, curvature: str) -> Refused | None:

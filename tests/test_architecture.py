@@ -26,6 +26,7 @@ LAYERS = [
         "memory",
         "operations",
         "recurrence",
+        "precision",
         "checkpoint",
         "progress",
         "stopwatch",

@@ -72,4 +72,4 @@ def test_failures() -> None:
     command = [sys.executable, "benchmarks/failures.py", "--steps", "20", "--seeds", "1"]
     said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     names = [line for line in said.splitlines() if not line.startswith(" ")]
-    assert len(names) == 8 and "tanh: cosine 1.000" in said
+    assert len(names) == 9 and "tanh, float32: cosine 1.000" in said

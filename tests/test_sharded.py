@@ -86,6 +86,32 @@ def leave_a_trace() -> list[str]:
     return [name for name, tensor in everything().items() if not torch.equal(tensor, before[name])]
 
 
+def slopes_of_a_narrow_model() -> list[float]:
+    """``fully_shard`` itself casts to bf16. In a single process, all is float32, and exact."""
+    model = mlp(3, 32, 32, 1, dtype=torch.float32)
+    if distributed.is_initialized():
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in [*(layer for layer in model if list(layer.parameters())), model]:
+            fully_shard(layer, mp_policy=policy)
+    optimizer, valid = sgd(model), [part(regression(64, torch.float32, seed=2))]
+    curvature = "finite-difference" if distributed.is_initialized() else "exact"
+    tuner = onepass.Tuner(model, optimizer, narrow_mse, valid, interval=2, lookback=5, curvature=curvature)
+    found: list[float] = []
+    for step in range(8):
+        batch = part(regression(64, torch.float32, seed=10 + step))
+        train_step(model, optimizer, batch, narrow_mse)
+        record = tuner.step(batch)
+        found += [slope for each in record.hypergradients.values() for slope in each] if record else []
+    return found
+
+
+def narrow_mse(model: Model, batch: Batch) -> Tensor:
+    difference: Tensor = model(batch[0]).float() - batch[1]
+    return difference.square().mean()
+
+
 def train_with_a_hyperparameter_inside_the_loss() -> dict[str, Any]:
     model, l2 = sharded(mlp(3, 8, 1)), onepass.Hyperparameter(torch.tensor(0.1, dtype=torch.float64))
     optimizer = sgd(model)
@@ -174,6 +200,7 @@ def many_things() -> dict[str, Any]:
         refusals.append(str(told.value))
     return {
         "trace": leave_a_trace(),
+        "narrow": slopes_of_a_narrow_model(),
         "extra": train_with_a_hyperparameter_inside_the_loss(),
         "warned": [warned(), warned(lookback=1)],
         "resumed": [train_resumed(saved_at) for saved_at in (0, 4)],
@@ -187,6 +214,8 @@ def test_what_else_goes_with_a_sharded_model() -> None:
     assert found["trace"] == []
     assert found["resumed"][0] == found["resumed"][1]
     assert largest_difference(found["extra"], train_with_a_hyperparameter_inside_the_loss()) < 1e-8
+    narrow, wide = torch.tensor(found["narrow"]), torch.tensor(slopes_of_a_narrow_model())
+    assert (narrow - wide).norm() < 0.02 * wide.norm()
     assert [len(told) for told in found["warned"]] == [1, 0]
     assert "a sharded model has no second derivatives" in found["warned"][0][0]
     assert found["size"] == pytest.approx(1, rel=1e-12)
