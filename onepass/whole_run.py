@@ -61,7 +61,7 @@ class WholeRun:
         self._turns += 1
         if not name:
             return
-        kept = self._kept.setdefault(name, _nothing(pieces))
+        kept = self._kept[name] = self._kept.get(name) or _nothing(pieces)
         for i, (piece, group, change) in enumerate(zip(pieces, groups, changes, strict=True)):
             seeds = _seeds(name, group, used)
             kept[i] = _carried(piece, kept[i], share, seeds, change, through_state=self._through_state)
