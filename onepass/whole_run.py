@@ -65,7 +65,8 @@ class WholeRun:
         self._turns += 1
         if not name:
             return
-        kept, left = self._kept.setdefault(name, _nothing(pieces)), self._left(name, len(pieces))
+        kept = self._kept[name] = self._kept.get(name) or _nothing(pieces)
+        left = self._left(name, len(pieces))
         for i, (piece, group, change) in enumerate(zip(pieces, groups, changes, strict=True)):
             seeds, mine = _seeds(name, group, used), share * left[i]
             kept[i] = _carried(piece, kept[i], mine, seeds, change, through_state=self._through_state)
@@ -106,11 +107,9 @@ class WholeRun:
         found = self._far(valid_gradient, groups, used)
         if not found:
             return dict(near)
-        slopes = torch.stack([_slope(h).reshape(()).cpu() for h in found])
-        far = torch.stack([slope.cpu() for slope in self._total(list(found.values()))]) / slopes
-        both = agreed(far, torch.stack([near[h].detach().reshape(()).double().cpu() for h in found]))
+        far = _numbers(self._total(list(found.values()))) / _numbers(_slope(h) for h in found)
         # What is not finite must be seen by whoever takes the step.
-        taken = torch.where(far.isfinite(), both, far)
+        taken = torch.where(far.isfinite(), agreed(far, _numbers(near[h] for h in found)), far)
         return {**near, **{h: one.to(near[h]).reshape(near[h].shape) for h, one in zip(found, taken, strict=True)}}
 
     def _far(
@@ -195,6 +194,11 @@ def _seeds(name: str, group: int, used: Sequence[Used]) -> dict[str, Tensor]:
     if mine is None:
         return {}
     return {name: (mine.factor * _slope(mine.hyperparameter)).to(mine.value).reshape(mine.value.shape)}
+
+
+def _numbers(tensors: Iterable[Tensor]) -> Tensor:
+    """Wherever they are, beside each other."""
+    return torch.tensor([float(tensor) for tensor in tensors], dtype=torch.float64)
 
 
 def _slope(h: Hyperparameter) -> Tensor:
