@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import newcomer
 import numpy as np
 import pytest
+import rivals
 
 from onepass.experiments import runtimes, tables, writing
 from onepass.experiments.artefacts import ARTEFACTS, UCI
@@ -149,3 +151,11 @@ def test_five_searches_with_mutations() -> None:
 @pytest.mark.parametrize("method", ["one-pass", "one-pass-lookback-5", "one-pass-lookback-1"])
 def test_one_pass_never_diverges(method: str) -> None:
     assert sum(c.summary.diverged for c in cells("uci.json") if c.request.method == method) == 0
+
+
+def test_the_page_of_the_default_is_made_from_its_results() -> None:
+    page, folder = (RESULTS / "default.md").read_text(), RESULTS / "default"
+    rows, found = json.loads((folder / "rivals.json").read_text()), TABLE.findall(page)
+    made = [newcomer.to_table(json.loads((folder / "newcomer.json").read_text())), *rivals.to_tables(rows)]
+    assert sorted(found) == sorted(made)
+    assert {row["dataset"] for row in rows} <= {*rivals.CHOOSING}, "the other sets are for one look, at the end"
