@@ -71,10 +71,7 @@ class Guard:
     def judge(self, health: Health, loss: Number) -> tuple[Health, Verdict]:
         """The health after one more loss, and what to make of it."""
         smooth = _where(on_probation(health), loss, self.smoothing * health.smooth + (1 - self.smoothing) * loss)
-        # Size, not sign: losses such as a negative log-likelihood may pass through zero.
-        best = health.best + self.relax * abs(health.best)
-        limit = best + (self.ratio - 1) * abs(best) + self.slack * abs(health.first)
-        limit = _where(_finite(health.first), limit, math.inf)
+        best, limit = self._limit(health)
         healthy = _finite(loss) & (smooth <= limit)
         safe = healthy & (loss <= (best + limit) / 2)  # a point at the brink is no place to go back to
         after = Health(
@@ -84,6 +81,20 @@ class Guard:
             smooth=_where(healthy, smooth, math.inf),
         )
         return after, Verdict(healthy, safe)
+
+    def trusts(self, health: Health, there: Number) -> Truth:
+        """Whether a batch with this loss at the last healthy point can tell: that it would not count as sick there too.
+
+        Of small batches, some are much harder than others, the more so once most examples are learnt.
+        """
+        return _finite(there) & (there <= self._limit(health)[1])
+
+    def _limit(self, health: Health) -> tuple[Number, Number]:
+        """The best loss, a little forgotten, and the largest that is still normal."""
+        # Size, not sign: losses such as a negative log-likelihood may pass through zero.
+        best = health.best + self.relax * abs(health.best)
+        limit = best + (self.ratio - 1) * abs(best) + self.slack * abs(health.first)
+        return best, _where(_finite(health.first), limit, math.inf)
 
 
 def on_probation(health: Health) -> Truth:

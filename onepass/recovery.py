@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,10 +78,10 @@ class Recovery:
         self._point = Point(step, before, values, buffers)
 
     def judge(self, loss: float, batch: Any, *, remember: bool = True) -> Verdict:
-        """What to make of the validation loss of a batch. One that cannot be evaluated is no sign of divergence."""
-        if not math.isfinite(loss) and not math.isfinite(self._loss_at_point(batch)):
-            return Verdict(healthy=True, safe=False)
+        """What to make of the validation loss of a batch. One that looks as bad at the point says nothing."""
         health, verdict = self._guard.judge(self._health, loss)
+        if not verdict.healthy and not self._guard.trusts(self._health, self._loss_at_point(batch)):
+            return Verdict(healthy=True, safe=False)
         if remember:
             self._health = health
         return verdict

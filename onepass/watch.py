@@ -85,10 +85,11 @@ def sent_back(method: Method, state: State, who: Tensor, again: Tensor) -> State
 
 
 def _verdict(method: Method, state: State, loss: Tensor, valid: Any) -> tuple[Any, Verdict]:
-    """A batch that cannot be evaluated at the last healthy point either is no sign of divergence."""
+    """A batch that looks as bad at the last healthy point is no sign of divergence."""
     assert method.guard is not None
     assert state.health is not None
     assert state.point is not None
-    broken = ~loss.isfinite() & ~method.valid_loss(state.point.now, valid).isfinite()
     health, verdict = method.guard.judge(state.health, loss)
-    return chosen(broken, state.health, health), Verdict(verdict.healthy | broken, verdict.safe & ~broken)
+    there = method.valid_loss(state.point.now, valid)
+    excused = ~verdict.healthy & ~method.guard.trusts(state.health, there)
+    return chosen(excused, state.health, health), Verdict(verdict.healthy | excused, verdict.safe)

@@ -59,6 +59,33 @@ def test_a_run_that_stays_bad_is_let_go_in_the_end() -> None:
     assert judged([1.0, 0.1, *([0.6] * 200)], onepass.Guard(smoothing=0.0))[-1] != "sick"
 
 
+def test_a_batch_that_was_as_bad_before_says_nothing() -> None:
+    """With everything learnt but a few examples, those who meet one of them in a small batch have not diverged."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 3, generator=generator, dtype=torch.float64)
+    y = (x[:, :1] > 0).double()
+    y[::64] = 1 - y[::64]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    valid = list(zip(x.split(8), y.split(8), strict=True))
+    kept = y.clone()
+    kept[::64] = 1 - kept[::64]
+    tuner = onepass.Tuner(model, optimizer, loss, valid, tune=("lr",), interval=5)
+    for _ in range(600):
+        optimizer.zero_grad()
+        loss(model, (x, kept)).backward()
+        optimizer.step()
+        tuner.step((x, kept))
+    best = min(record.valid_loss for record in tuner.history)
+    assert max(record.valid_loss for record in tuner.history) > 20 * best  # such batches have been met
+    assert not any(record.guard for record in tuner.history)
+
+
 def test_replicas_are_judged_apart() -> None:
     guard = onepass.Guard()
     health = guard.start(torch.tensor([1.0, 1.0, 1.0]))
@@ -102,10 +129,11 @@ def test_going_back_restores_weights_state_buffers_and_values() -> None:
             result: Tensor = self.norm(self.net(x)).sum(1, keepdim=True)
             return result
 
-    broken = [False]
+    broken: list[Tensor] = []
 
-    def valid_loss(model: Any, batch: Batch) -> Tensor:
-        return mse(model, batch) * (1e6 if broken[0] else 1.0)
+    def valid_loss(net: Any, batch: Batch) -> Tensor:
+        bad = any(torch.equal(weight, next(net.parameters())) for weight in broken)
+        return mse(net, batch) * (1e6 if bad else 1.0)
 
     torch.manual_seed(0)
     model = Scaled()
@@ -118,9 +146,9 @@ def test_going_back_restores_weights_state_buffers_and_values() -> None:
             moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
         if step == 5:
             values, running = tuner.history.start, model.norm.running_mean.clone()  # type: ignore[union-attr]
-        broken[0] = step == 8
         train_step(model, optimizer, regression())
         if step == 8:
+            broken.append(next(model.parameters()).detach().clone())
             with pytest.warns(UserWarning, match="diverged"):
                 record = tuner.step(regression())
         else:

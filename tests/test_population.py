@@ -68,8 +68,8 @@ def test_every_argument(settings: dict[str, Any]) -> None:
 
 def test_recorded_operations() -> None:
     """With mini-batches, running statistics, a guard at work, and an end inside an interval."""
-    start = {"lr": [0.05, 0.3], "momentum": 0.9}
-    guard = onepass.Guard(ratio=1.0, slack=0.0, relax=0.0, smoothing=0.0)
+    start = {"lr": [0.05, 3.0], "momentum": 0.9}
+    guard = onepass.Guard(ratio=1.2, slack=0.0, relax=0.0, smoothing=0.0)
     settings: dict[str, Any] = {"model": normalised, "start": start, "guard": guard, "replicas": 2, "lookback": 2}
     assert assert_like_the_tuner(22, batches(3), backend="traced", **settings).history.returns.any()
 
@@ -101,7 +101,7 @@ def normalised() -> nn.Module:
 def test_batch_norm() -> None:
     """Each replica has running statistics of its own, which also go back with the guard."""
     start = {"lr": [1e-2, 0.1, 0.3], "momentum": 0.9}
-    guard = onepass.Guard(ratio=1.0, slack=0.0, relax=0.0, smoothing=0.0)
+    guard = onepass.Guard(ratio=1.2, slack=0.0, relax=0.0, smoothing=0.0)
     found = assert_like_the_tuner(40, batches(3), model=normalised, start=start, guard=guard)
     assert found.history.returns.any()
     one, other = (found.model(r)[1] for r in (0, 1))  # type: ignore[index]
