@@ -136,6 +136,14 @@ def test_medians_agree_with_the_paper() -> None:
     assert said is not None and float(said[1]) == pytest.approx(worst, abs=0.05)
 
 
+def test_medians_of_fashion_mnist_agree_with_the_paper() -> None:
+    rows = [row for table in tables.results(cells("fashion-mnist.json")) for row in table.rows]
+    apart = [abs(row.median.apart) for row in rows if row.median.paper is not None]
+    assert len(apart) == 27  # of cross-entropy twice, of errors once
+    said = re.search(r"none is farther than ([\d.]+)", (RESULTS / "fashion-mnist.md").read_text())
+    assert said is not None and max(apart) < 3 and float(said[1]) == pytest.approx(max(apart), abs=0.05)
+
+
 def test_five_searches_with_mutations() -> None:
     """Medians of population-based training by seed, their average, and that of means, with standard errors."""
     every = cells("searches/pbt-five-seeds.json")
