@@ -86,7 +86,7 @@ def whole(model: nn.Module, words: Tensor, size: int) -> float:
 
 def trained(text: Text, lr: float, args: argparse.Namespace, *, tuned: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Transformer(int(text.train.max()) + 1, args.width, args.layers).to(args.device)
+    model = Transformer(max(int(part.max()) for part in text) + 1, args.width, args.layers).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     batches, valid = windows(text.train, args.batch, 1), windows(text.valid, args.batch, 2)
     tuner = onepass.Tuner(model, optimizer, loss, valid) if tuned else None
@@ -122,11 +122,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--words", type=int, help="of each part of the text, to try it out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.warm_up = args.steps // 10
     data = load("penn-treebank")
-    text = Text(*(part[0].to(args.device) for part in (data.train, data.valid, data.test)))
+    text = Text(*(part[0][: args.words].to(args.device) for part in (data.train, data.valid, data.test)))
 
     print(f"{'':8} {'lr':>8} {'ends at':>8} {'valid':>7} {'of best':>8} {'test':>7} {'ms/step':>8} {'x plain':>8}")
     fixed, tuned = [], []

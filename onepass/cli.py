@@ -159,9 +159,9 @@ class WithCosts(argparse.HelpFormatter):
 
 COSTS = (
     "200 starts x 4000 steps of a UCI set take 2 to 20 s a method on one H200, and 1 to 25 minutes on 2 CPU cores, of "
-    "which --backend compiled saves half; 100 starts x 10000 steps of Fashion-MNIST take 10 minutes or more a method "
-    "there; Penn Treebank needs a GPU. Methods long- and full-diff-through-opt train 30 to 50 times. All can be killed "
-    "and go on with the same command."
+    "which --backend compiled saves half; 100 starts x 10000 steps of Fashion-MNIST take 7 to 25 s a method there, and "
+    "10 minutes or more here; Penn Treebank needs a GPU, for hours. Methods long- and full-diff-through-opt train 30 "
+    "to 50 times. All can be killed and go on with the same command."
 )
 
 

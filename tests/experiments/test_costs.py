@@ -58,19 +58,22 @@ def test_a_cell_that_several_need_is_counted_once() -> None:
 
 def test_what_nobody_has_measured_is_not_made_up() -> None:
     text = replace(ENERGY, dataset="penn-treebank")
-    assert math.isnan(seconds_of(text, "cuda"))
-    lines = plan({"uci": [ENERGY], "penn-treebank": [text]}, [], "cuda")
+    assert math.isnan(seconds_of(text, "cpu"))
+    lines = plan({"uci": [ENERGY], "penn-treebank": [text]}, [], "cpu")
     assert "unknown" in lines[-1] and "in all" in lines[-1] and "H200" in lines[0]
 
 
 def test_estimates_agree_with_results_on_record() -> None:
-    """Those that they come from: 4000 steps of 200 starts on an H200."""
-    for dataset, method, seconds in (
-        ("uci-energy", "one-pass-wd-lr-m", 2.0),
-        ("kin8nm", "diff-through-opt", 13.1),
-        ("uci-power", "random", 7.8),
-        ("uci-wine", "lorraine", 2.8),
+    """Those that they come from: whole cells on an H200."""
+    for dataset, method, replicas, steps, seconds in (
+        ("uci-energy", "one-pass-wd-lr-m", 200, 4000, 2.0),
+        ("kin8nm", "diff-through-opt", 200, 4000, 13.1),
+        ("uci-power", "random", 200, 4000, 7.8),
+        ("uci-wine", "lorraine", 200, 4000, 2.8),
+        ("fashion-mnist", "baydin", 100, 10_000, 25.3),
+        ("fashion-mnist", "one-pass-wd-lr-m", 100, 10_000, 13.4),
+        ("fashion-mnist-batchnorm", "random", 100, 10_000, 7.7),
     ):
-        found = seconds_of(Request(dataset, method, 200, 4000), "cuda")
+        found = seconds_of(Request(dataset, method, replicas, steps), "cuda")
         assert 0.5 < found / seconds < 2, dataset
     assert costs.MEASURED
