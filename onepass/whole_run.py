@@ -74,7 +74,7 @@ class WholeRun:
 
     def _fade(self, pieces: Sequence[Piece]) -> None:
         """Not the sensitivities, which are large, but a number beside them."""
-        rates = torch.tensor([float(piece.values.get("lr", 1.0)) for piece in pieces], dtype=torch.float64)
+        rates = torch.tensor([_rate(piece) for piece in pieces], dtype=torch.float64)
         if self._rates is not None:
             less = fading(rates, self._rates)
             self._faded = {name: self._faded.get(name, 1.0) * less for name in self._kept}
@@ -143,8 +143,14 @@ class WholeRun:
 
 def far_names(entries: Iterable[Used | Entry]) -> list[str]:
     """Of tuned values, those to look at through the whole run; not those with a number for every weight."""
-    scalar = {entry.name: entry.hyperparameter.value.numel() == 1 for entry in entries}
-    return [name for name in FAR if scalar.get(name)]
+    every = [(entry.name, entry.hyperparameter.value.numel()) for entry in entries]
+    spread = {name for name, numbers in every if numbers > 1}
+    return [name for name in FAR if name in {name for name, _ in every} - spread]
+
+
+def _rate(piece: Piece) -> float:
+    """On average, where every weight has its own; a rule may have none."""
+    return float(torch.as_tensor(piece.values.get("lr", 1.0)).double().mean())
 
 
 def _carried(

@@ -195,6 +195,20 @@ def test_groups_share_the_work_of_their_value(monkeypatch: pytest.MonkeyPatch) -
         assert abs(first - second) > 1e-3 * abs(first)
 
 
+def test_beside_a_learning_rate_for_every_weight() -> None:
+    """Momentum and weight decay are looked at through the whole run, the learning rates, of which one is alone, not."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    values: dict[str, Any] = {"momentum": 0.5, "weight_decay": 1e-3}
+    optimizer = onepass.optim.SGD(onepass.per_element(model.parameters(), lr=0.05), **values)
+    tuner = onepass.Tuner(model, optimizer, mse, [VALID], interval=1, estimator="whole-run")
+    for _ in range(6):
+        train_step(model, optimizer, TRAIN, mse)
+        tuner.step(TRAIN)
+    assert tuner.state_dict()["past"]["kept"].keys() == values.keys()
+    assert any(record.hypergradients["momentum"][0] for record in tuner.history)
+
+
 @pytest.mark.parametrize("curvature", sorted(CURVATURES))
 def test_any_curvature(curvature: str) -> None:
     """Products are taken where gradients are switched off: one that minds would be nothing, or far too large."""
