@@ -17,7 +17,7 @@ def test_overhead(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/overhead.py", "--networks", "MLP", "--seconds", "1", "--json", str(result)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     parts = json.loads(result.read_text())["networks"]["MLP"]["parts"]
-    assert all(seconds > 0 for seconds in parts["default"].values())
+    assert all(parts["default"].values())  # each was called; what is left over may even be negative on a busy machine
     assert [part for part, seconds in parts["lookback=5 exact"].items() if not seconds] == ["sensitivities"]
 
 
