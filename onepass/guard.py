@@ -82,12 +82,13 @@ class Guard:
         )
         return after, Verdict(healthy, safe)
 
-    def trusts(self, health: Health, there: Number) -> Truth:
-        """Whether a batch with this loss at the last healthy point can tell: that it would not count as sick there too.
+    def trusts(self, health: Health, loss: Number, there: Number) -> Truth:
+        """Whether a batch that looks sick can tell, with this loss at the last healthy point: that it would not there.
 
-        Of small batches, some are much harder than others, the more so once most examples are learnt.
+        Of small batches, some are much harder than others, the more so once most examples are learnt. A loss that is
+        not finite tells, unless it is not finite there either.
         """
-        return _finite(there) & (there <= self._limit(health)[1])
+        return _finite(there) & _where(_finite(loss), there <= self._limit(health)[1], _finite(there))
 
     def _limit(self, health: Health) -> tuple[Number, Number]:
         """The best loss, a little forgotten, and the largest that is still normal."""

@@ -80,7 +80,7 @@ class Recovery:
     def judge(self, loss: float, batch: Any, *, remember: bool = True) -> Verdict:
         """What to make of the validation loss of a batch. One that looks as bad at the point says nothing."""
         health, verdict = self._guard.judge(self._health, loss)
-        if not verdict.healthy and not self._guard.trusts(self._health, self._loss_at_point(batch)):
+        if not verdict.healthy and not self._guard.trusts(self._health, loss, self._loss_at_point(batch)):
             return Verdict(healthy=True, safe=False)
         if remember:
             self._health = health

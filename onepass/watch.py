@@ -91,5 +91,5 @@ def _verdict(method: Method, state: State, loss: Tensor, valid: Any) -> tuple[An
     assert state.point is not None
     health, verdict = method.guard.judge(state.health, loss)
     there = method.valid_loss(state.point.now, valid)
-    excused = ~verdict.healthy & ~method.guard.trusts(state.health, there)
+    excused = ~verdict.healthy & ~method.guard.trusts(state.health, loss, there)
     return chosen(excused, state.health, health), Verdict(verdict.healthy | excused, verdict.safe)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.guard import on_probation, probation_step
+from onepass.guard import Health, on_probation, probation_step
 from tests.problems import Batch, mlp, mse, regression, train_step
 
 
@@ -84,6 +84,24 @@ def test_a_batch_that_was_as_bad_before_says_nothing() -> None:
     best = min(record.valid_loss for record in tuner.history)
     assert max(record.valid_loss for record in tuner.history) > 20 * best  # such batches have been met
     assert not any(record.guard for record in tuner.history)
+
+
+@pytest.mark.parametrize(
+    ("loss", "there", "tells"),
+    [
+        (3.0, 0.4, True),
+        (3.0, 2.5, False),  # as bad as it was
+        (math.nan, 2.5, True),
+        (math.inf, 0.4, True),
+        (math.nan, math.nan, False),  # the batch is broken
+        (3.0, math.inf, False),
+    ],
+)
+def test_what_a_batch_can_tell(loss: float, there: float, tells: bool) -> None:
+    guard, health = onepass.Guard(), Health(1.0, 0.5, 0.5)
+    assert guard.trusts(health, loss, there) == tells
+    tensors = [torch.tensor([number]) for number in (*health, loss, there)]
+    assert guard.trusts(Health(*tensors[:3]), *tensors[3:]).tolist() == [tells]
 
 
 def test_replicas_are_judged_apart() -> None:
