@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,34 +92,6 @@ def adamw(parameters: Parameters, start: Values) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=start["lr"], weight_decay=start["weight_decay"])
 
 
-def prodigy(parameters: Parameters) -> torch.optim.Optimizer:
-    from prodigyopt import Prodigy
-
-    optimizer: torch.optim.Optimizer = Prodigy(parameters)
-    return optimizer
-
-
-def d_adaptation(parameters: Parameters) -> torch.optim.Optimizer:
-    from dadaptation import DAdaptAdam
-
-    optimizer: torch.optim.Optimizer = DAdaptAdam(parameters)
-    return optimizer
-
-
-def schedule_free_sgd(parameters: Parameters) -> torch.optim.Optimizer:
-    from schedulefree import SGDScheduleFree
-
-    optimizer: torch.optim.Optimizer = SGDScheduleFree(parameters)
-    return optimizer
-
-
-def schedule_free_adamw(parameters: Parameters) -> torch.optim.Optimizer:
-    from schedulefree import AdamWScheduleFree
-
-    optimizer: torch.optim.Optimizer = AdamWScheduleFree(parameters)
-    return optimizer
-
-
 def stacked(kind: str) -> Begin:
     """From the lr of the start, and for SGD its momentum, moved by SGD at 1e-5 as the package recommends."""
 
@@ -164,6 +137,16 @@ class Rival:
     validates: bool = False
 
 
+def packaged(title: str, package: str, name: str, kin: str) -> Rival:
+    """An optimizer at its defaults, of a package that need not be there."""
+
+    def make(parameters: Parameters) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(importlib.import_module(package), name)(parameters)
+        return optimizer
+
+    return Rival(title, fixed(make), kin, package)
+
+
 PLAIN: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=1e-4),
     "adamw": lambda p: torch.optim.AdamW(p),
@@ -177,10 +160,10 @@ RIVALS: dict[str, Rival] = {
     "one-pass-lookback-1": Rival("one-pass (i=1), SGD", tuned(sgd, lookback=1), "sgd", validates=True),
     "one-pass-lookback-1-adamw": Rival("one-pass (i=1), AdamW", tuned(adamw, lookback=1), "adamw", validates=True),
     "paper": Rival("paper's WD+LR+M", tuned(sgd, **THE_PAPER_S), "sgd", validates=True),
-    "prodigy": Rival("Prodigy", fixed(prodigy), "adamw", "prodigyopt"),
-    "d-adaptation": Rival("D-Adaptation, Adam", fixed(d_adaptation), "adamw", "dadaptation"),
-    "schedule-free-sgd": Rival("Schedule-Free SGD", fixed(schedule_free_sgd), "sgd", "schedulefree"),
-    "schedule-free-adamw": Rival("Schedule-Free AdamW", fixed(schedule_free_adamw), "adamw", "schedulefree"),
+    "prodigy": packaged("Prodigy", "prodigyopt", "Prodigy", "adamw"),
+    "d-adaptation": packaged("D-Adaptation, Adam", "dadaptation", "DAdaptAdam", "adamw"),
+    "schedule-free-sgd": packaged("Schedule-Free SGD", "schedulefree", "SGDScheduleFree", "sgd"),
+    "schedule-free-adamw": packaged("Schedule-Free AdamW", "schedulefree", "AdamWScheduleFree", "adamw"),
     "adam": Rival("Adam, 1e-3", fixed(lambda p: torch.optim.Adam(p)), "adamw"),
     "adamw": Rival("AdamW, 1e-3", fixed(lambda p: torch.optim.AdamW(p)), "adamw"),
     "sgd": Rival("SGD, 0.1 / 0.9", fixed(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)), "sgd"),

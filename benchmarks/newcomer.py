@@ -18,13 +18,12 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from beginner_tasks import TASKS, Batch, Loss, Parts, Task
 from torch import nn
-from trainings import Result, computed, numbers, timed, to_json
+from trainings import Result, add_arguments, computed, numbers, save, timed
 
 import onepass
 from onepass.experiments.writing import Grid, Text, to_markdown
@@ -168,11 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="by default the task's own")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/newcomer"))
-    parser.add_argument("--json", type=Path, help="everything in one file")
-    parser.add_argument("--tables", type=Path, metavar="PATH", help="only print the table of that file")
+    add_arguments(parser, out="out/newcomer", workers=1)
     args = parser.parse_args()
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"tasks must be among {', '.join(TASKS)}, but got {', '.join(sorted(unknown))}")
@@ -181,8 +176,7 @@ def main() -> None:
     else:
         cells = json.loads(args.tables.read_text())
     print(to_table(cells), end="")
-    if args.json:
-        args.json.write_text("[" + ",\n".join(to_json(one).strip() for one in cells) + "]\n")
+    save(cells, args.json)
 
 
 if __name__ == "__main__":

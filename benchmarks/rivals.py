@@ -23,13 +23,12 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 from contenders import PLAIN, RIVALS, SAMPLES, Batch, Problem, Rival, stepping
 from torch import nn
-from trainings import Result, computed, numbers, timed, to_json
+from trainings import Result, add_arguments, computed, numbers, save, timed
 
 import onepass
 from onepass.batches import Minibatches
@@ -200,11 +199,7 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="*", choices=RIVALS, metavar="NAME", help=f"of {', '.join(RIVALS)}")
     parser.add_argument("--seeds", type=int, default=8, help="starts of each")
     parser.add_argument("--seed", type=int, default=0, help="as of `onepass run`")
-    parser.add_argument("--steps", type=int, help="by default those of the protocol")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("out/rivals"))
-    parser.add_argument("--json", type=Path, help="everything in one file")
-    parser.add_argument("--tables", type=Path, metavar="PATH", help="only print the tables of that file")
+    add_arguments(parser, out="out/rivals", workers=2)
     args = parser.parse_args()
     if unknown := set(args.datasets) - set(DATASETS):
         parser.error(f"data sets must be among {', '.join(DATASETS)}, but got {', '.join(sorted(unknown))}")
@@ -214,8 +209,7 @@ def main() -> None:
     else:
         rows = json.loads(args.tables.read_text())
     print("\n".join(to_tables(rows)), end="")
-    if args.json:
-        args.json.write_text("[" + ",\n".join(to_json(row).strip() for row in rows) + "]\n")
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -9,7 +10,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def _seconds(step: Step, count: int) -> float:
     for _ in range(count):
         step()
     return time.perf_counter() - began
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, out: str, workers: int) -> None:
+    parser.add_argument("--steps", type=int, help="by default those of the task or data set")
+    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of results; what it has is not repeated")
+    parser.add_argument("--json", type=Path, help="everything in one file")
+    parser.add_argument("--tables", type=Path, metavar="PATH", help="only print the tables of that file")
+
+
+def save(results: Iterable[Result], path: Path | None) -> None:
+    """A line each, if anybody wants them."""
+    if path is not None:
+        path.write_text("[" + ",\n".join(to_json(one).strip() for one in results) + "]\n")
 
 
 def computed(work: Callable[..., Result], asked: Mapping[str, Result], out: Path, workers: int) -> list[Result]:

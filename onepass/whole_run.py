@@ -129,8 +129,8 @@ class WholeRun:
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: list(pieces) for name, pieces in self._kept.items()}  # whose places new ones take
-        fading = {"rates": self._rates, "faded": dict(self._faded)}
-        return {"kept": kept, "layout": self._layout, "turns": self._turns, **fading}
+        past = {"kept": kept, "rates": self._rates, "faded": dict(self._faded)}
+        return {**past, "layout": self._layout, "turns": self._turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = {
