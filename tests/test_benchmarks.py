@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,14 +70,13 @@ def test_search(tmp_path: Path) -> None:
     assert "a trial" in said.stdout and json.loads(result.read_text())["seconds"]["local"].keys() == {"begin", "trial"}
 
 
-def test_language_model(tmp_path: Path) -> None:
+def test_language_model(tmp_path: Path, real_data: Path) -> None:
     result = tmp_path / "language-model.json"
     sizes = ["--steps", "20", "--batch", "2", "--width", "16", "--layers", "1", "--words", "2000"]
     command = [sys.executable, "benchmarks/language_model.py", "--device", "cpu", *sizes, "--json", str(result)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if "onepass.experiments.sources.DataError" in said.stderr:
-        pytest.skip("needs the text of Penn Treebank")
-    assert said.returncode == 0, said.stderr
+    subprocess.run(
+        command, check=True, cwd=ROOT, capture_output=True, env={**os.environ, "ONEPASS_DATA": str(real_data)}
+    )
     found = json.loads(result.read_text())
     assert len(found["fixed"]) == 7 and all(run["path"] for run in found["tuned"])
 

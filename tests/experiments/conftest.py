@@ -1,26 +1,14 @@
-"""Data for the tests: the real files where they are, and trust in small made ones."""
+"""Data for the tests: trust in small made files."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from onepass.experiments import sources
-
-BESIDE = Path(__file__).parents[3] / "shared" / "data"  # beside the checkout
-
-
-@pytest.fixture(scope="session")
-def real_data() -> Path:
-    """A folder with the real files. They are only read: whatever is downloaded goes elsewhere."""
-    for folder in (os.environ.get("ONEPASS_DATA"), BESIDE):
-        if folder and (Path(folder).expanduser() / "uci" / "energy" / "data.txt").is_file():
-            return Path(folder).expanduser()
-    pytest.skip(f"the real data is neither in $ONEPASS_DATA nor in {BESIDE}")
 
 
 @pytest.fixture

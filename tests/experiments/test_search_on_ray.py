@@ -192,7 +192,7 @@ def interrupted(folder: Path, address: str) -> None:
     """A search in a process of its own, which is killed as soon as some trial has reported four times."""
     line = [sys.executable, "-c", INTERRUPTED, str(folder)]
     begun = subprocess.Popen(line, env={**os.environ, "RAY_ADDRESS": address}, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 90
+    until = time.monotonic() + 300  # however busy the machine is
     while not list(folder.glob("tune/train*/checkpoint_000003")) and begun.poll() is None:
         assert time.monotonic() < until, "nothing was reported"
         time.sleep(0.05)
